@@ -1,0 +1,426 @@
+"""The messages between trainer and sidecar: a length (u32, little-endian), then a msgpack map with a "type".
+
+    client to sidecar: hello, attach, ack, snapshot, seek, status, detach
+    sidecar to client: welcome, attached, published, snapshotted, status, waiting, error
+
+Order: the client says `hello` and gets `welcome` (or `error`), says `attach` and gets `attached`, then one `published`
+for each pack from `next_step` on, as packs become ready and without being asked; it answers each with `ack` once it no
+longer refers to the ring. `snapshot` is answered by `snapshotted`, `seek` by a new `attached`, `status` (allowed
+without `attach`) by `status`. `waiting` may come at any time. `error` with `fatal` ends the connection; without it the
+client may try the same again.
+
+Everything that arrives is checked field by field; what does not fit is a `ProtocolError`, and the connection that sent
+it is to be closed. Nothing else suffers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from bagelplane.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+OLDEST_VERSION = 1
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""States are 64 KB at most; the rest is for known-bad lists and status. Larger announcements are refused unread."""
+
+SOCKET_NAME = "sidecar.sock"
+
+_LENGTH = struct.Struct("<I")
+_MAX_DEPTH = 64
+_MAX_UINT64 = 2**64 - 1
+
+
+def ring_name(local_rank: int) -> str:
+    """File name of a local rank's ring in the run directory."""
+    return f"ring-{local_rank}.bin"
+
+
+ResumeMode = Literal["latest", "step", "state", "none"]
+ErrorCode = Literal[
+    "protocol", "version", "attach", "generation", "busy", "spec", "data", "storage", "ring", "snapshot", "internal"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Root of all messages."""
+
+    TYPE: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where an attached rank begins.
+
+    latest: the next unacknowledged step, else the newest snapshot, else the start. none: the start.
+    step: `step` packs are behind, so pack number `step` comes first. state: `state`, as a pack carried it; `step` is
+    then the number of packs behind it.
+    """
+
+    mode: ResumeMode = "latest"
+    step: int | None = None
+    state: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode in ("step", "state") and self.step is None:
+            raise ProtocolError(f"resume mode {self.mode!r} came without a step")
+        if self.mode == "state" and self.state is None:
+            raise ProtocolError("resume mode 'state' came without a state")
+
+
+# ---- client to sidecar
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    TYPE: ClassVar[str] = "hello"
+    version: int
+    """Newest protocol version that the client speaks."""
+    client: str
+    """For logs: name, release, process id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(Message):
+    TYPE: ClassVar[str] = "attach"
+    rank: int
+    local_rank: int
+    world_size: int
+    generation: int = 0
+    """Generation of the BagelDataset that the trainer's pod was made for; 0 is unknown."""
+    resume: Resume = field(default_factory=Resume)
+
+    def __post_init__(self) -> None:
+        if not self.rank < self.world_size:
+            raise ProtocolError(
+                "attach names a rank outside its world",
+                got=f"rank {self.rank} of world size {self.world_size}",
+                fix="check RANK and WORLD_SIZE of the trainer",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    TYPE: ClassVar[str] = "ack"
+    step: int
+    """This pack was taken, and all before it; their slots are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot(Message):
+    TYPE: ClassVar[str] = "snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class Seek(Message):
+    TYPE: ClassVar[str] = "seek"
+    step: int
+    """Number of the pack that is to come next."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest(Message):
+    TYPE: ClassVar[str] = "status"
+
+
+@dataclass(frozen=True, slots=True)
+class Detach(Message):
+    TYPE: ClassVar[str] = "detach"
+
+
+# ---- sidecar to client
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    TYPE: ClassVar[str] = "welcome"
+    version: int
+    """The version that both will speak."""
+    dataset: str
+    spec_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attached(Message):
+    TYPE: ClassVar[str] = "attached"
+    ring_path: str
+    epoch: int
+    ring_bytes: int
+    """Capacity of the ring's data region."""
+    next_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published(Message):
+    """The doorbell: a pack is ready."""
+
+    TYPE: ClassVar[str] = "published"
+    step: int
+    offset_bytes: int
+    """Where the record's payload begins, from the start of the ring file."""
+    length_bytes: int
+    """Length of the payload."""
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshotted(Message):
+    TYPE: ClassVar[str] = "snapshotted"
+    step: int
+    """Number of packs behind the snapshot."""
+    uri: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Message):
+    TYPE: ClassVar[str] = "status"
+    status: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Message):
+    TYPE: ClassVar[str] = "waiting"
+    what: str
+    since_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Error(Message):
+    TYPE: ClassVar[str] = "error"
+    code: ErrorCode
+    message: str
+    fix: str = ""
+    fatal: bool = True
+
+
+CLIENT_MESSAGES: Mapping[str, type[Message]] = {
+    cls.TYPE: cls for cls in (Hello, Attach, Ack, Snapshot, Seek, StatusRequest, Detach)
+}
+"""What a sidecar accepts."""
+SIDECAR_MESSAGES: Mapping[str, type[Message]] = {
+    cls.TYPE: cls for cls in (Welcome, Attached, Published, Snapshotted, Status, Waiting, Error)
+}
+"""What a client accepts."""
+
+
+def negotiate(client_version: int) -> int:
+    """The version to speak with a client whose newest is `client_version`. ProtocolError when there is none."""
+    if client_version < OLDEST_VERSION:
+        raise ProtocolError(
+            "the client's protocol is too old",
+            got=f"version {client_version}",
+            expected=f"{OLDEST_VERSION} to {PROTOCOL_VERSION}",
+            fix="install the same bagelplane release in the trainer's image as in the sidecar's",
+        )
+    return min(client_version, PROTOCOL_VERSION)
+
+
+# ---- encode and decode
+
+
+def encode(message: Message) -> bytes:
+    """The message as one frame, length included. ProtocolError when it is too large or holds what msgpack cannot."""
+    body = {"type": message.TYPE, **_to_plain(message)}
+    try:
+        data: bytes = msgpack.packb(body, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"a {message.TYPE!r} message cannot be encoded: {error}") from None
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"a {message.TYPE!r} message is too large",
+            got=f"{len(data)} bytes",
+            expected=f"at most {MAX_MESSAGE_BYTES}",
+        )
+    return _LENGTH.pack(len(data)) + data
+
+
+def decode(body: bytes | bytearray | memoryview, accepted: Mapping[str, type[Message]]) -> Message:
+    """The message in `body` (a frame without its length). Anything that does not fit is a ProtocolError."""
+    try:
+        value = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0, ext_hook=_refuse_extension)
+    except Exception as error:  # msgpack raises half a dozen kinds, among them bare ValueError and RecursionError
+        raise ProtocolError(f"a message is not msgpack: {type(error).__name__}: {error}"[:300]) from None
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        raise ProtocolError('a message is no map with a "type"', got=_short(value))
+    kind = value.pop("type")
+    cls = accepted.get(kind)
+    if cls is None:
+        raise ProtocolError("a message has an unknown type", got=_short(kind), expected=", ".join(accepted))
+    message = _build(cls, value, kind)
+    assert isinstance(message, Message)
+    return message
+
+
+def _refuse_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
+
+
+def _to_plain(value: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for item in fields(value):
+        content = getattr(value, item.name)
+        plain[item.name] = _to_plain(content) if isinstance(content, Resume) else content
+    return plain
+
+
+_CHECKS: dict[type, dict[str, Callable[[Any], bool]]] = {}
+
+
+def _build(cls: type, value: dict[str, Any], where: str) -> Any:
+    """An instance of the dataclass from a decoded map: no unknown names, none missing, every type right."""
+    checks = _CHECKS.get(cls)
+    if checks is None:
+        hints = get_type_hints(cls)
+        checks = _CHECKS[cls] = {item.name: _checker(hints[item.name]) for item in fields(cls)}
+    for name, content in value.items():
+        if name not in checks:
+            raise ProtocolError(f"a {where!r} message has an unknown field", got=_short(name))
+        if not checks[name](content):
+            raise ProtocolError(f"a {where!r} message has a wrong {name!r}", got=_short(content))
+    arguments = dict(value)
+    if cls is Attach and "resume" in arguments:
+        arguments["resume"] = _build(Resume, arguments["resume"], "attach.resume")
+    try:
+        return cls(**arguments)
+    except TypeError:
+        missing = [item.name for item in fields(cls) if item.name not in arguments]
+        raise ProtocolError(f"a {where!r} message lacks fields", got=", ".join(missing)) from None
+
+
+def _checker(hint: Any) -> Callable[[Any], bool]:
+    """Whether a decoded value fits a field's type. Integers are 0 to 2**64 - 1: all of ours count something."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        allowed = get_args(hint)
+        return lambda value: isinstance(value, str) and value in allowed
+    if origin in (Union, types.UnionType):
+        parts = [_checker(part) for part in get_args(hint)]
+        return lambda value: any(part(value) for part in parts)
+    if hint is int:
+        return lambda value: type(value) is int and 0 <= value <= _MAX_UINT64
+    if hint is float:
+        return lambda value: type(value) in (int, float)
+    if hint is type(None):
+        return lambda value: value is None
+    if hint is Resume or origin is dict:
+        return lambda value: isinstance(value, dict) and _is_shallow(value)
+    plain: type = hint
+    return lambda value: type(value) is plain
+
+
+def _is_shallow(value: Any, depth: int = 0) -> bool:
+    # Deep nesting is legal msgpack and would exhaust the stack of whoever walks it later.
+    if depth > _MAX_DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(_is_shallow(item, depth + 1) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_shallow(item, depth + 1) for item in value)
+    return True
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- blocking socket (client, tests)
+
+
+class MessageSocket:
+    """A connected Unix stream socket that sends and receives whole messages, each with a deadline.
+
+    Not for use by two threads at once. Receiving never loses part of a message: a frame that is incomplete at the
+    deadline is continued by the next call.
+    """
+
+    def __init__(self, sock: socket.socket, accepted: Mapping[str, type[Message]]) -> None:
+        self._sock = sock
+        self._accepted = accepted
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def send(self, message: Message, *, timeout_seconds: float) -> None:
+        """TimeoutError when the other side does not take it in time; OSError when it is gone."""
+        self._sock.settimeout(max(timeout_seconds, 0.001))
+        self._sock.sendall(encode(message))
+
+    def receive(self, *, timeout_seconds: float) -> Message | None:
+        """The next message, or None when none was complete in time. ConnectionError at the end of the stream."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            body = self._take_frame()
+            if body is not None:
+                return decode(body, self._accepted)
+            # One look without waiting even when the deadline is past: what has arrived is given.
+            self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                chunk = self._sock.recv(65536)
+            except TimeoutError:
+                return None
+            if not chunk:
+                raise ConnectionResetError("the other side closed the connection")
+            self._buffer += chunk
+
+    def _take_frame(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        length = checked_length(self._buffer)
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return body
+
+
+def checked_length(prefix: bytes | bytearray) -> int:
+    """Length in bytes that the frame's first four bytes announce; ProtocolError above the limit."""
+    (length,) = _LENGTH.unpack_from(prefix)
+    if length > MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            "a message announces too many bytes",
+            got=str(length),
+            expected=f"at most {MAX_MESSAGE_BYTES}",
+            fix="look at what else writes to the socket",
+        )
+    assert isinstance(length, int)
+    return length
+
+
+# ---- asyncio (sidecar)
+
+
+async def read_message(
+    reader: asyncio.StreamReader, accepted: Mapping[str, type[Message]] = CLIENT_MESSAGES
+) -> Message | None:
+    """The next message; None at the orderly end of the stream. ProtocolError for garbage or half a message."""
+    try:
+        prefix = await reader.readexactly(_LENGTH.size)
+        body = await reader.readexactly(checked_length(prefix))
+    except asyncio.IncompleteReadError as error:
+        if error.partial or error.expected != _LENGTH.size:
+            raise ProtocolError("the connection ended within a message") from None
+        return None
+    return decode(body, accepted)
+
+
+async def write_message(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Sends one message and waits until the transport has room again. The caller sets the deadline."""
+    writer.write(encode(message))
+    await writer.drain()
