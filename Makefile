@@ -1,0 +1,70 @@
+# `make help` lists the targets. Nothing needs to be installed first but Python 3.11 or newer.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+.PHONY: help env test test-quick checks lint format docs bench demo verify pins clean
+
+PY := .venv/bin/python
+PYTEST_ARGS ?=
+
+# $(call stage,NAME,COMMAND) runs a command under a headline and says how long it took (SECONDS starts with the shell).
+stage = @printf '\n== %s\n' '$(1)'; $(2); printf '== %s took %s s\n' '$(1)' "$$SECONDS"
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: .venv/ready ## the environment: .venv, from the pins in constraints/
+
+.venv/ready: constraints/dev.txt pyproject.toml tools/environment.sh
+	$(call stage,environment,tools/environment.sh)
+
+# pytest is last, so that its closing line ends the output.
+test: checks ## everything: environment, checks, all suites
+	@printf '\n== pytest\n'
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+test-quick: checks ## the same without what is marked cluster or slow: under three minutes
+	@printf '\n== pytest\n'
+	@$(PY) -m pytest -m 'not cluster and not slow' $(PYTEST_ARGS)
+
+checks: .venv/ready
+	$(call stage,ruff check,$(PY) -m ruff check .)
+	$(call stage,ruff format,$(PY) -m ruff format --check .)
+	$(call stage,mypy,$(PY) -m mypy)
+	$(call stage,import-linter,.venv/bin/lint-imports)
+
+lint: checks ## ruff, mypy in strict mode, import contracts
+
+format: .venv/ready ## put the code into its form
+	@$(PY) -m ruff check --fix-only --quiet .
+	@$(PY) -m ruff format .
+
+docs: .venv/ready ## the documentation, into site/
+	$(call stage,mkdocs,$(PY) -m mkdocs build --strict --quiet)
+
+bench: .venv/ready ## the benchmark beside the peer (tests/benchmarks/README.md)
+	@$(PY) tests/benchmarks/run.py
+
+demo: .venv/ready ## data over S3 into two trainers, a kill, a resume, the same bits
+	@.venv/bin/bagelplane demo
+
+verify: .venv/ready ## generated files are what the sources say
+	$(call stage,docs tables,$(PY) -m bagelplane.cli.reference --check)
+
+COMPILE := tools/environment.sh uv pip compile --python $(PY) --quiet --universal --python-version 3.11 \
+	--fork-strategy fewest --generate-hashes --no-emit-index-url --no-header --no-annotate \
+	$(if $(UPGRADE),--upgrade)
+
+pins: .venv/ready ## constraints/*.txt anew from pyproject.toml (UPGRADE=1: newest versions)
+	@$(COMPILE) pyproject.toml --extra dev --output-file constraints/dev.txt
+	@$(COMPILE) pyproject.toml --constraints constraints/dev.txt --output-file constraints/sidecar.txt
+	@$(COMPILE) constraints/client.in --constraints constraints/dev.txt --output-file constraints/client.txt
+	@$(COMPILE) constraints/uv.in --output-file constraints/uv.txt
+	@if grep -nE '://|--(extra-)?index-url|--find-links' constraints/*.txt; then \
+		echo 'pins: the lines above name a download address. Fix: remove the setting that puts them there' >&2; exit 1; fi
+
+clean: ## remove environments and all that was built
+	@rm -rf .venv .venv-* build dist site .cache demo-out bench-out \
+		.pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
