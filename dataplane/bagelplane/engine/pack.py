@@ -10,9 +10,11 @@ import numpy as np
 
 @dataclass(slots=True)
 class Pack:
-    """A finished or to-be-filled pack of one rank. Pixels are not in it: they lie beside it, uint8 [h, w, 3] each.
+    """A finished or to-be-filled pack of one rank. Pixels are not in it: they lie beside it, uint8 [h, w, 3]
+    each.
 
-    `arrays` are 1-D, int64 or float32, under the key names of the yielded mapping (docs: STREAM, Yielded mapping).
+    `arrays` are 1-D, int64 or float32, under the key names of the yielded mapping (docs: STREAM, Yielded
+    mapping).
     """
 
     step: int

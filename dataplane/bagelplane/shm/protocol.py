@@ -3,19 +3,20 @@
     client to sidecar: hello, attach, ack, snapshot, seek, status, detach
     sidecar to client: welcome, attached, published, snapshotted, status, waiting, error
 
-Order: the client says `hello` and gets `welcome` (or `error`), says `attach` and gets `attached`, then one `published`
-for each pack from `next_step` on, as packs become ready and without being asked; it answers each with `ack` once it no
-longer refers to the ring. `snapshot` is answered by `snapshotted`, `seek` by a new `attached`, `status` (allowed
-without `attach`) by `status`. `waiting` may come at any time. `error` with `fatal` ends the connection; without it the
-client may try the same again.
+Order: the client says `hello` and gets `welcome` (or `error`), says `attach` and gets `attached`, then one
+`published` for each pack from `next_step` on, as packs become ready and without being asked; it answers each
+with `ack` once it no longer refers to the ring. `snapshot` is answered by `snapshotted`, `seek` by a new
+`attached`, `status` (allowed without `attach`) by `status`. `waiting` may come at any time. `error` with
+`fatal` ends the connection; without it the client may try the same again.
 
-Everything that arrives is checked field by field; what does not fit is a `ProtocolError`, and the connection that sent
-it is to be closed. Nothing else suffers.
+Everything that arrives is checked field by field; what does not fit is a `ProtocolError`, and the connection
+that sent it is to be closed. Nothing else suffers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import struct
 import time
@@ -31,12 +32,16 @@ from bagelplane.errors import ProtocolError
 PROTOCOL_VERSION = 1
 OLDEST_VERSION = 1
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""States are 64 KB at most; the rest is for known-bad lists and status. Larger announcements are refused unread."""
+"""States are 64 KB at most; the rest is for known-bad lists and status. Larger announcements are refused
+unread.
+"""
 
 SOCKET_NAME = "sidecar.sock"
 
 _LENGTH = struct.Struct("<I")
 _MAX_DEPTH = 64
+_UNPACK_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, msgpack.UnpackException)
+"""What msgpack raises for bytes that are not msgpack; its own classes are ValueErrors, most of them."""
 _MAX_UINT64 = 2**64 - 1
 
 
@@ -47,7 +52,17 @@ def ring_name(local_rank: int) -> str:
 
 ResumeMode = Literal["latest", "step", "state", "none"]
 ErrorCode = Literal[
-    "protocol", "version", "attach", "generation", "busy", "spec", "data", "storage", "ring", "snapshot", "internal"
+    "protocol",
+    "version",
+    "attach",
+    "generation",
+    "busy",
+    "spec",
+    "data",
+    "storage",
+    "ring",
+    "snapshot",
+    "internal",
 ]
 
 
@@ -63,8 +78,8 @@ class Resume:
     """Where an attached rank begins.
 
     latest: the next unacknowledged step, else the newest snapshot, else the start. none: the start.
-    step: `step` packs are behind, so pack number `step` comes first. state: `state`, as a pack carried it; `step` is
-    then the number of packs behind it.
+    step: `step` packs are behind, so pack number `step` comes first. state: `state`, as a pack carried it;
+    `step` is then the number of packs behind it.
     """
 
     mode: ResumeMode = "latest"
@@ -214,7 +229,7 @@ SIDECAR_MESSAGES: Mapping[str, type[Message]] = {
 
 
 def negotiate(client_version: int) -> int:
-    """The version to speak with a client whose newest is `client_version`. ProtocolError when there is none."""
+    """The version to speak with a client whose newest is `client_version`; ProtocolError if there is none."""
     if client_version < OLDEST_VERSION:
         raise ProtocolError(
             "the client's protocol is too old",
@@ -229,7 +244,9 @@ def negotiate(client_version: int) -> int:
 
 
 def encode(message: Message) -> bytes:
-    """The message as one frame, length included. ProtocolError when it is too large or holds what msgpack cannot."""
+    """The message as one frame, length included. ProtocolError when it is too large or holds what msgpack
+    cannot.
+    """
     body = {"type": message.TYPE, **_to_plain(message)}
     try:
         data: bytes = msgpack.packb(body, use_bin_type=True)
@@ -247,8 +264,10 @@ def encode(message: Message) -> bytes:
 def decode(body: bytes | bytearray | memoryview, accepted: Mapping[str, type[Message]]) -> Message:
     """The message in `body` (a frame without its length). Anything that does not fit is a ProtocolError."""
     try:
-        value = msgpack.unpackb(body, raw=False, strict_map_key=True, max_ext_len=0, ext_hook=_refuse_extension)
-    except Exception as error:  # msgpack raises half a dozen kinds, among them bare ValueError and RecursionError
+        value = msgpack.unpackb(
+            body, raw=False, strict_map_key=True, max_ext_len=0, ext_hook=_refuse_extension
+        )
+    except _UNPACK_ERRORS as error:
         raise ProtocolError(f"a message is not msgpack: {type(error).__name__}: {error}"[:300]) from None
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ProtocolError('a message is no map with a "type"', got=_short(value))
@@ -261,7 +280,7 @@ def decode(body: bytes | bytearray | memoryview, accepted: Mapping[str, type[Mes
     return message
 
 
-def _refuse_extension(code: int, data: bytes) -> Any:
+def _refuse_extension(code: int, _data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
 
 
@@ -298,7 +317,7 @@ def _build(cls: type, value: dict[str, Any], where: str) -> Any:
 
 
 def _checker(hint: Any) -> Callable[[Any], bool]:
-    """Whether a decoded value fits a field's type. Integers are 0 to 2**64 - 1: all of ours count something."""
+    """Whether a decoded value fits a field's type. Integers are 0 to 2**64 - 1: all of ours count things."""
     origin = get_origin(hint)
     if origin is Literal:
         allowed = get_args(hint)
@@ -306,27 +325,29 @@ def _checker(hint: Any) -> Callable[[Any], bool]:
     if origin in (Union, types.UnionType):
         parts = [_checker(part) for part in get_args(hint)]
         return lambda value: any(part(value) for part in parts)
-    if hint is int:
-        return lambda value: type(value) is int and 0 <= value <= _MAX_UINT64
-    if hint is float:
-        return lambda value: type(value) in (int, float)
-    if hint is type(None):
-        return lambda value: value is None
     if hint is Resume or origin is dict:
-        return lambda value: isinstance(value, dict) and _is_shallow(value)
-    plain: type = hint
-    return lambda value: type(value) is plain
+        return lambda value: isinstance(value, dict) and _is_json(value)
+    return _PLAIN_CHECKS[hint]
 
 
-def _is_shallow(value: Any, depth: int = 0) -> bool:
+_PLAIN_CHECKS: Mapping[type, Callable[[Any], bool]] = {
+    int: lambda value: type(value) is int and 0 <= value <= _MAX_UINT64,
+    float: lambda value: type(value) in (int, float) and math.isfinite(value),
+    str: lambda value: type(value) is str,
+    bool: lambda value: type(value) is bool,
+    type(None): lambda value: value is None,
+}
+
+
+def _is_json(value: Any, depth: int = 0) -> bool:
     # Deep nesting is legal msgpack and would exhaust the stack of whoever walks it later.
     if depth > _MAX_DEPTH:
         return False
     if isinstance(value, dict):
-        return all(_is_shallow(item, depth + 1) for item in value.values())
+        return all(_is_json(item, depth + 1) for item in value.values())
     if isinstance(value, list):
-        return all(_is_shallow(item, depth + 1) for item in value)
-    return True
+        return all(_is_json(item, depth + 1) for item in value)
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _short(value: Any) -> str:
@@ -334,14 +355,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# ---- blocking socket (client, tests)
+# ---- blocking sockets, for the client
 
 
 class MessageSocket:
     """A connected Unix stream socket that sends and receives whole messages, each with a deadline.
 
-    Not for use by two threads at once. Receiving never loses part of a message: a frame that is incomplete at the
-    deadline is continued by the next call.
+    Not for use by two threads at once. Receiving never loses part of a message: a frame that is incomplete at
+    the deadline is continued by the next call.
     """
 
     def __init__(self, sock: socket.socket, accepted: Mapping[str, type[Message]]) -> None:
@@ -361,7 +382,7 @@ class MessageSocket:
         self._sock.sendall(encode(message))
 
     def receive(self, *, timeout_seconds: float) -> Message | None:
-        """The next message, or None when none was complete in time. ConnectionError at the end of the stream."""
+        """The next message, or None if none was complete in time. ConnectionError at the end of the stream."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             body = self._take_frame()
@@ -403,13 +424,13 @@ def checked_length(prefix: bytes | bytearray) -> int:
     return length
 
 
-# ---- asyncio (sidecar)
+# ---- asyncio, for the sidecar
 
 
 async def read_message(
     reader: asyncio.StreamReader, accepted: Mapping[str, type[Message]] = CLIENT_MESSAGES
 ) -> Message | None:
-    """The next message; None at the orderly end of the stream. ProtocolError for garbage or half a message."""
+    """The next message; None at the orderly end of the stream. ProtocolError: garbage, half a message."""
     try:
         prefix = await reader.readexactly(_LENGTH.size)
         body = await reader.readexactly(checked_length(prefix))

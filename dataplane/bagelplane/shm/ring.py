@@ -1,14 +1,16 @@
 """The ring: one preallocated file of variable-size records, written by one producer, mapped by its readers.
 
-The format is `HEADER_FIELDS` and `RECORD_FIELDS` below; docs/reference/ring.md is made from them and lets a reader in
-another language be written. In short: a header page, then `capacity_bytes` of data that are used in a circle. Positions
-count bytes ever written (they never wrap; `position % capacity_bytes` is the place), `head_position` ends the published
-part, `tail_position` begins the unreleased one. A record never crosses the end of the data: a filler record does.
+The format is `HEADER_FIELDS` and `RECORD_FIELDS` below; docs/reference/ring.md is made from them and lets a
+reader in another language be written. In short: a header page, then `capacity_bytes` of data that are used in
+a circle. Positions count bytes ever written (they never wrap; `position % capacity_bytes` is the place),
+`head_position` ends the published part, `tail_position` begins the unreleased one. A record never crosses the
+end of the data: a filler record does.
 
-Who may do what: one process writes, kept alone by a lock on the file. In it, one thread reserves and publishes, any
-thread may release or stop. Readers map the file read-only and never touch it; what they took, they say over the socket.
-A record keeps its bytes from `publish` until its release; a new epoch (the producer restarted, or was sent elsewhere)
-takes all of them back at once, so a reader that copied asks `is_intact` before it believes its copy.
+Who may do what: one process writes, kept alone by a lock on the file. In it, one thread reserves and
+publishes, any thread may release or stop. Readers map the file read-only and never touch it; what they took,
+they say over the socket. A record keeps its bytes from `publish` until its release; a new epoch (the producer
+restarted, or was sent elsewhere) takes all of them back at once, so a reader that copied asks `is_intact`
+before it believes its copy.
 
 Sizing: capacity = packs held x (largest record + 64 bytes, rounded up to 64).
 """
@@ -54,7 +56,11 @@ HEADER_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("writer_pid", "Q", "process id of the producer, for people who look"),
     ("reserved", "12s", "zero"),
     ("checksum", "I", "CRC-32 (zlib) of the 60 bytes before it"),
-    ("head_position", "Q", "end of the published records; one 8-byte store publishes. Not under the checksum"),
+    (
+        "head_position",
+        "Q",
+        "end of the published records; one 8-byte store publishes. Not under the checksum",
+    ),
     ("tail_position", "Q", "begin of the records not yet released. Not under the checksum"),
 )
 RECORD_FIELDS: tuple[tuple[str, str, str], ...] = (
@@ -131,11 +137,12 @@ class RingWriter:
         mode: int = 0o600,
         lock_timeout_seconds: float = 10.0,
     ) -> RingWriter:
-        """Makes the file, or takes over one of the same size, under a new epoch. All its memory is allocated here.
+        """Makes the file, or takes over one of the same size, under a new epoch. All its memory is allocated
+        here.
 
-        `capacity_bytes` is rounded up to 4096. `epoch` is by default larger than any before (nanoseconds of the
-        clock). RingError: the volume is too small (the half-made file is removed), another producer holds the ring
-        after `lock_timeout_seconds`, or the place cannot be written.
+        `capacity_bytes` is rounded up to 4096. `epoch` is by default larger than any before (nanoseconds of
+        the clock). RingError: the volume is too small (the half-made file is removed), another producer holds
+        the ring after `lock_timeout_seconds`, or the place cannot be written.
         """
         if sys.byteorder != "little":
             raise RingError("the ring needs a little-endian machine", got=sys.byteorder)
@@ -179,8 +186,8 @@ class RingWriter:
     def reserve(self, length_bytes: int, *, timeout_seconds: float | None = None) -> memoryview:
         """A writable place for a payload of `length_bytes`; waits until enough records are released.
 
-        An earlier reservation that was not published is void. RingError: larger than the ring, or no room after
-        `timeout_seconds` (None: no limit). RingStoppedError: `stop` was called.
+        An earlier reservation that was not published is void. RingError: larger than the ring, or no room
+        after `timeout_seconds` (None: no limit). RingStoppedError: `stop` was called.
         """
         self.check_fits(length_bytes)
         needed = footprint_bytes(length_bytes)
@@ -281,12 +288,15 @@ class RingWriter:
         return HEADER_BYTES + position % self.capacity_bytes
 
     def _place(self, needed: int) -> int | None:
-        """Position for a record of `needed` bytes, after filler if it would cross the end; None while it is full."""
+        """Position for a record of `needed` bytes, after filler if it would cross the end; None while it is
+        full.
+        """
         room_to_end = self.capacity_bytes - self._head % self.capacity_bytes
         filler = room_to_end if needed > room_to_end else 0
         free = self.capacity_bytes - (self._head - self._tail)
         if filler and not self._unreleased:
-            # Nothing to wait for: the filler is released at once, or a record above half the ring might never fit.
+            # Nothing to wait for: the filler is released at once, or a record above half the ring might never
+            # fit.
             free += filler
         if filler + needed > free:
             return None
@@ -309,9 +319,10 @@ class RingWriter:
         self._words[_HEAD_WORD] = self._head = head
 
     def _fence(self) -> None:
-        # Python has no memory fence. Taking and giving a lock twice is one on the machines we know: x86 keeps the order
-        # of stores anyway; on ARM nothing moves before the second acquire past the first release, nor after it.
-        # (`memoryview.cast("Q")` stores 8 bytes at once; struct.pack_into would go byte by byte.)
+        # Python has no memory fence. Taking and giving a lock twice is one on the machines we know: x86 keeps
+        # the order of stores anyway; on ARM nothing moves before the second acquire past the first release,
+        # nor after it. (`memoryview.cast("Q")` stores 8 bytes at once; struct.pack_into would go byte by
+        # byte.)
         for _ in range(2):
             with self._barrier:
                 pass
@@ -340,7 +351,7 @@ class RingWriter:
     def _no_room(self, needed: int, timeout_seconds: float | None) -> RingError:
         oldest = f"step {self._unreleased[0][0].step}" if self._unreleased else "nothing"
         return RingError(
-            f"no room in the ring {self.path.name} for {timeout_seconds} s: the trainer has not released {oldest}",
+            f"no room in the ring {self.path.name} for {timeout_seconds} s: the trainer did not release {oldest}",
             got=f"{self.capacity_bytes - self.used_bytes} of {self.capacity_bytes} bytes free, "
             f"{len(self._unreleased)} packs unreleased",
             expected=f"{needed} bytes",
@@ -351,7 +362,8 @@ class RingWriter:
 def _open_locked(path: Path, size: int, mode: int, timeout_seconds: float) -> int:
     """Descriptor of a regular file of ours at `path`, with the writer's lock held. Its size is `size` or 0.
 
-    A file of another size is unlinked, never truncated: a reader may still have it mapped, and would get SIGBUS.
+    A file of another size is unlinked, never truncated: a reader may still have it mapped, and would get
+    SIGBUS.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     deadline = time.monotonic() + timeout_seconds
@@ -375,7 +387,9 @@ def _open_locked(path: Path, size: int, mode: int, timeout_seconds: float) -> in
                 path.unlink()
         except OSError as error:
             os.close(fd)
-            raise RingError(f"the ring {path} cannot be taken over: {error.strerror}", fix="remove it") from None
+            raise RingError(
+                f"the ring {path} cannot be taken over: {error.strerror}", fix="remove it"
+            ) from None
         except BaseException:
             os.close(fd)
             raise
@@ -398,7 +412,7 @@ def _lock(fd: int, path: Path, deadline: float, timeout_seconds: float) -> None:
 
 def _is_at(path: Path, status: os.stat_result) -> bool:
     try:
-        now = os.stat(path, follow_symlinks=False)
+        now = path.lstat()
     except FileNotFoundError:
         return False
     return (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino)
@@ -414,12 +428,12 @@ def _allocate(fd: int, path: Path, size: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM):
             raise
         free = before.f_bavail * before.f_frsize + had
-        limit = f"{free} bytes free on {path.parent}" if free < size else f"{free} bytes free, but {error.strerror}"
+        limit = f"{free} bytes free on {path.parent}" + (f", but {error.strerror}" if free >= size else "")
         raise RingError(
             "the volume is too small for the ring",
             got=limit,
             expected=f"{size} bytes",
-            fix="give the memory volume a larger sizeLimit (and the container that much memory), or lower dataplane.ring",
+            fix="raise the memory volume's sizeLimit and the container's memory limit, or lower dataplane.ring",
         ) from None
 
 
@@ -443,7 +457,9 @@ def _parse_header(data: bytes | memoryview, where: str = "the ring") -> _Header:
     if len(data) < _HEADER.size:
         raise RingError(f"{where} is too short to be a ring", got=f"{len(data)} bytes")
     values = _HEADER.unpack_from(data)
-    magic, version, header_bytes, epoch, capacity, alignment, record_header, _, _, checksum, head, tail = values
+    magic, version, header_bytes, epoch, capacity, alignment, record_header, _, _, checksum, head, tail = (
+        values
+    )
     if magic != RING_MAGIC:
         raise RingError(f"{where} is not a bagelplane ring", got=repr(magic), fix="remove the file")
     if checksum != zlib.crc32(bytes(data[:_CHECKED_BYTES])):
@@ -490,7 +506,9 @@ class RingReader:
         self._words = self._view[:HEADER_BYTES].cast("Q")
 
     def read(self, record: Record) -> memoryview:
-        """The payload of a published record, read-only and not copied. RingError when it is not what it should be."""
+        """The payload of a published record, read-only and not copied. RingError when it is not what it
+        should be.
+        """
         if record.epoch != self.epoch:
             raise RingError(
                 f"step {record.step} belongs to another epoch of the ring",
@@ -521,14 +539,18 @@ class RingReader:
         return True
 
     def unreleased(self) -> Iterator[Record]:
-        """The published, unreleased packs from the file alone, oldest first: for tools, and for other languages."""
+        """The published, unreleased packs from the file alone, oldest first: for tools, and for other
+        languages.
+        """
         header = self._header()
         position, head = header.tail_position, header.head_position
         while position < head:
             offset = position % self.capacity_bytes
             kind, found, step, length = self._record_header(offset)
             if found != position:
-                raise RingError(f"the ring {self.path} holds a stale record", got=str(found), expected=str(position))
+                raise RingError(
+                    f"the ring {self.path} holds a stale record", got=str(found), expected=str(position)
+                )
             if kind == KIND_PACK:
                 yield Record(step, HEADER_BYTES + offset + RECORD_HEADER_BYTES, length, self.epoch)
             position += footprint_bytes(length)
@@ -555,7 +577,9 @@ class RingReader:
     def _check_epoch(self) -> None:
         if self._words[_EPOCH_WORD] != self.epoch:
             raise RingError(
-                f"the ring {self.path} has begun a new epoch", got=str(self._words[_EPOCH_WORD]), expected=str(self.epoch)
+                f"the ring {self.path} has begun a new epoch",
+                got=str(self._words[_EPOCH_WORD]),
+                expected=str(self.epoch),
             )
 
     def _check_size(self) -> None:
@@ -563,7 +587,9 @@ class RingReader:
         size = os.fstat(self._fd).st_size
         if size < self.size_bytes:
             raise RingError(
-                f"the ring {self.path} was cut short", got=f"{size} bytes", expected=f"{self.size_bytes} bytes"
+                f"the ring {self.path} was cut short",
+                got=f"{size} bytes",
+                expected=f"{self.size_bytes} bytes",
             )
 
     def _record_header(self, offset: int) -> tuple[int, int, int, int]:
@@ -574,8 +600,13 @@ class RingReader:
         if magic != RECORD_MAGIC or checksum != zlib.crc32(data[:_CHECKED_BYTES]):
             raise RingError(f"the ring {self.path} holds no record at {start}")
         if epoch != self.epoch:
-            raise RingError(f"the record at {start} is of another epoch", got=str(epoch), expected=str(self.epoch))
-        if kind not in (KIND_PACK, KIND_FILLER) or offset + RECORD_HEADER_BYTES + length > self.capacity_bytes:
+            raise RingError(
+                f"the record at {start} is of another epoch", got=str(epoch), expected=str(self.epoch)
+            )
+        if (
+            kind not in (KIND_PACK, KIND_FILLER)
+            or offset + RECORD_HEADER_BYTES + length > self.capacity_bytes
+        ):
             raise RingError(f"the record at {start} is impossible", got=f"kind {kind}, {length} bytes")
         return kind, position, step, length
 
@@ -584,7 +615,12 @@ def layout_tables() -> str:
     """The two structures as Markdown tables with byte offsets: docs/reference/ring.md holds them."""
     lines: list[str] = []
     for title, table in (("File header", HEADER_FIELDS), ("Record header", RECORD_FIELDS)):
-        lines += [f"### {title}", "", "| offset | bytes | `struct` | field | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            f"### {title}",
+            "",
+            "| offset | bytes | `struct` | field | meaning |",
+            "|---|---|---|---|---|",
+        ]
         offset = 0
         for name, code, meaning in table:
             size = struct.calcsize("<" + code)
