@@ -382,7 +382,7 @@ class MessageSocket:
         self._sock.sendall(encode(message))
 
     def receive(self, *, timeout_seconds: float) -> Message | None:
-        """The next message, or None if none was complete in time. ConnectionError at the end of the stream."""
+        """The next message, or None if none was complete in time. ConnectionError at the stream's end."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             body = self._take_frame()

@@ -252,7 +252,7 @@ class RingWriter:
         return count
 
     def unreleased(self) -> list[Record]:
-        """Published records that no reader has released yet, oldest first: what a new reader is told again."""
+        """Published records that no reader has released, oldest first: what a new reader is told again."""
         with self._changed:
             return [record for record, _ in self._unreleased]
 
@@ -351,7 +351,7 @@ class RingWriter:
     def _no_room(self, needed: int, timeout_seconds: float | None) -> RingError:
         oldest = f"step {self._unreleased[0][0].step}" if self._unreleased else "nothing"
         return RingError(
-            f"no room in the ring {self.path.name} for {timeout_seconds} s: the trainer did not release {oldest}",
+            f"no room in {self.path.name} for {timeout_seconds} s: the trainer did not release {oldest}",
             got=f"{self.capacity_bytes - self.used_bytes} of {self.capacity_bytes} bytes free, "
             f"{len(self._unreleased)} packs unreleased",
             expected=f"{needed} bytes",
@@ -419,7 +419,7 @@ def _is_at(path: Path, status: os.stat_result) -> bool:
 
 
 def _allocate(fd: int, path: Path, size: int) -> None:
-    """Every page of the file, now: a volume that is too small says so here, and not by SIGBUS at step 40,000."""
+    """Every page of the file, now: a volume too small says so here, and not by SIGBUS at step 40,000."""
     before = os.fstatvfs(fd)
     had = os.fstat(fd).st_blocks * 512
     try:
@@ -433,7 +433,7 @@ def _allocate(fd: int, path: Path, size: int) -> None:
             "the volume is too small for the ring",
             got=limit,
             expected=f"{size} bytes",
-            fix="raise the memory volume's sizeLimit and the container's memory limit, or lower dataplane.ring",
+            fix="raise the volume's sizeLimit and the container's memory limit, or lower dataplane.ring",
         ) from None
 
 
@@ -531,7 +531,7 @@ class RingReader:
         return self._view[record.offset_bytes : record.offset_bytes + length]
 
     def is_intact(self, record: Record) -> bool:
-        """Whether the bytes that `read` gave are still those: no new epoch, and the same record in its place."""
+        """Whether the bytes that `read` gave are still those: no new epoch, the same record in its place."""
         try:
             self.read(record)
         except RingError:
