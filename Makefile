@@ -32,7 +32,7 @@ checks: .venv/ready
 	$(call stage,ruff check,$(PY) -m ruff check .)
 	$(call stage,ruff format,$(PY) -m ruff format --check .)
 	$(call stage,mypy,$(PY) -m mypy)
-	$(call stage,import-linter,.venv/bin/lint-imports)
+	$(call stage,import-linter,.venv/bin/lint-imports --no-logo)
 
 lint: checks ## ruff, mypy in strict mode, import contracts
 
@@ -41,7 +41,7 @@ format: .venv/ready ## put the code into its form
 	@$(PY) -m ruff format .
 
 docs: .venv/ready ## the documentation, into site/
-	$(call stage,mkdocs,$(PY) -m mkdocs build --strict --quiet)
+	$(call stage,mkdocs,NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet)
 
 bench: .venv/ready ## the benchmark beside the peer (tests/benchmarks/README.md)
 	@$(PY) tests/benchmarks/run.py
