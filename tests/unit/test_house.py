@@ -1,0 +1,85 @@
+"""What the project promises about itself: pins, documents, and what each side has to have installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PIN_FILES = sorted((ROOT / "constraints").glob("*.txt"))
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+# What a trainer image lacks when it follows docs/adr/0006 (its torch aside).
+NOT_IN_A_TRAINER = (
+    "PIL aiohttp av fsspec matplotlib prometheus_client pyarrow pydantic rich s3fs tokenizers typer yaml zstandard"
+).split()
+
+# A finder ahead of all others refuses the named packages, as if they were not installed.
+IMPORT_WITHOUT = """
+import importlib, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}: taken away by the test", name=name)
+modules, absent = sys.argv[1].split(), set(sys.argv[2].split())
+sys.meta_path.insert(0, Absent())
+for module in modules:
+    importlib.import_module(module)
+"""
+
+
+def import_without(modules: list[str], absent: list[str]) -> None:
+    command = [sys.executable, "-c", IMPORT_WITHOUT, " ".join(modules), " ".join(absent)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_client_needs_nothing_of_the_sidecar() -> None:
+    import_without(["bagelplane.client"], NOT_IN_A_TRAINER)
+
+
+def test_numpy_reader_needs_no_torch() -> None:
+    import_without(["bagelplane.client"], [*NOT_IN_A_TRAINER, "torch"])
+
+
+def test_sidecar_and_command_line_need_no_torch() -> None:
+    parts = ["cli.app", "images", "shm", "sidecar", "sources", "spec", "storage", "stream"]
+    import_without([f"bagelplane.{part}" for part in parts], ["torch"])
+
+
+@pytest.mark.parametrize("path", PIN_FILES, ids=lambda path: path.name)
+def test_pins_are_exact_hashed_and_name_no_address(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"://|^\s*(--(extra-)?index-url|--find-links|-[if]\b)", text, re.MULTILINE)
+    packages = re.split(r"\n(?=\S)", text.strip())
+    assert packages
+    for package in packages:
+        assert re.match(r"[a-z0-9.\[\]-]+==\S+ .*\\\n {4}--hash=sha256:", package), package.splitlines()[0]
+
+
+def test_smaller_pin_files_agree_with_the_development_ones() -> None:
+    everything = pinned_versions(ROOT / "constraints" / "dev.txt")
+    for name in ("client.txt", "sidecar.txt"):
+        pins = pinned_versions(ROOT / "constraints" / name)
+        differing = {package: pin for package, pin in pins.items() if everything.get(package, pin) != pin}
+        assert not differing, f"{name} differs from dev.txt. Fix: make pins"
+
+
+def pinned_versions(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", path.read_text(), re.MULTILINE))
+
+
+def test_readme_shows_the_example_that_is_tested() -> None:
+    example = (ROOT / "docs" / "examples" / "train_loop.py").read_text()
+    assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
