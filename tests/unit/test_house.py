@@ -14,9 +14,22 @@ PIN_FILES = sorted((ROOT / "constraints").glob("*.txt"))
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 # What a trainer image lacks when it follows docs/adr/0006 (its torch aside).
-NOT_IN_A_TRAINER = (
-    "PIL aiohttp av fsspec matplotlib prometheus_client pyarrow pydantic rich s3fs tokenizers typer yaml zstandard"
-).split()
+NOT_IN_A_TRAINER = [
+    "PIL",
+    "aiohttp",
+    "av",
+    "fsspec",
+    "matplotlib",
+    "prometheus_client",
+    "pyarrow",
+    "pydantic",
+    "rich",
+    "s3fs",
+    "tokenizers",
+    "typer",
+    "yaml",
+    "zstandard",
+]
 
 # A finder ahead of all others refuses the named packages, as if they were not installed.
 IMPORT_WITHOUT = """
