@@ -51,7 +51,7 @@ def ring_name(local_rank: int) -> str:
 
 
 ResumeMode = Literal["latest", "step", "state", "none"]
-ErrorCode = Literal[
+ERROR_CODES = (
     "protocol",
     "version",
     "attach",
@@ -63,7 +63,8 @@ ErrorCode = Literal[
     "ring",
     "snapshot",
     "internal",
-]
+)
+"""What `Error.code` says in this release. A client shows the message of an unknown one all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ class Waiting(Message):
 @dataclass(frozen=True, slots=True)
 class Error(Message):
     TYPE: ClassVar[str] = "error"
-    code: ErrorCode
+    code: str
     message: str
     fix: str = ""
     fatal: bool = True

@@ -87,6 +87,12 @@ class RingStoppedError(RingError):
     reaction = "None: the producer is shutting down."
 
 
+class StaleEpochError(RingError):
+    """The ring has begun a new epoch: what was read or announced before is void."""
+
+    reaction = "Attach again; the client does so by itself."
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A published record, as the doorbell names it."""
@@ -506,15 +512,25 @@ class RingReader:
         self._words = self._view[:HEADER_BYTES].cast("Q")
 
     def read(self, record: Record) -> memoryview:
-        """The payload of a published record, read-only and not copied. RingError when it is not what it
-        should be.
+        """The payload of a published record, read-only and not copied.
+
+        StaleEpochError when the producer began a new epoch; RingError when it is not what it should be.
         """
         if record.epoch != self.epoch:
-            raise RingError(
+            raise StaleEpochError(
                 f"step {record.step} belongs to another epoch of the ring",
                 got=str(record.epoch),
                 expected=str(self.epoch),
             )
+        try:
+            self._check_record(record)
+        except RingError:
+            self._check_epoch()  # the better reason, if it is one
+            raise
+        self._check_epoch()
+        return self._view[record.offset_bytes : record.offset_bytes + record.length_bytes]
+
+    def _check_record(self, record: Record) -> None:
         self._check_size()
         offset = record.offset_bytes - RECORD_HEADER_BYTES - HEADER_BYTES
         if offset < 0 or offset % ALIGNMENT_BYTES or offset + RECORD_HEADER_BYTES > self.capacity_bytes:
@@ -527,8 +543,6 @@ class RingReader:
                 got=f"kind {kind}, step {step}, {length} bytes",
                 expected=f"kind {KIND_PACK}, step {record.step}, {record.length_bytes} bytes",
             )
-        self._check_epoch()
-        return self._view[record.offset_bytes : record.offset_bytes + length]
 
     def is_intact(self, record: Record) -> bool:
         """Whether the bytes that `read` gave are still those: no new epoch, the same record in its place."""
@@ -575,11 +589,10 @@ class RingReader:
         return header
 
     def _check_epoch(self) -> None:
-        if self._words[_EPOCH_WORD] != self.epoch:
-            raise RingError(
-                f"the ring {self.path} has begun a new epoch",
-                got=str(self._words[_EPOCH_WORD]),
-                expected=str(self.epoch),
+        epoch = self._words[_EPOCH_WORD]
+        if epoch != self.epoch:
+            raise StaleEpochError(
+                f"the ring {self.path} has begun a new epoch", got=str(epoch), expected=str(self.epoch)
             )
 
     def _check_size(self) -> None:

@@ -1,0 +1,31 @@
+"""The trainer's side: takes packs out of shared memory and hands them over as the model's batches.
+
+- `PackedLoader`: torch tensors, with `state_dict` and `load_state_dict`.
+- `NumpyReader`: the same as NumPy arrays, and raw packs; no torch.
+
+What must not happen here: no Pillow, pyarrow, fsspec or pydantic, directly or indirectly (a trainer's image
+has NumPy, msgpack and torch), and no decoding. Torch is imported by `loader` alone, so the names below load
+when first asked for.
+
+The trainer's thread that iterates owns everything: the socket, the mapping of the ring and the state. There
+is no other thread. What was handed over belongs to the caller and refers to nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bagelplane.client.reader import NumpyReader
+
+if TYPE_CHECKING:
+    from bagelplane.client.loader import PackedLoader
+
+__all__ = ["NumpyReader", "PackedLoader"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PackedLoader":
+        from bagelplane.client.loader import PackedLoader  # noqa: PLC0415  (loads torch)
+
+        return PackedLoader
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,293 @@
+"""One rank's connection to the sidecar: attach, wait for packs, acknowledge, attach again when that breaks.
+
+A sidecar that restarts is nothing that the trainer has to know: whatever breaks is dropped and built up
+again, from the place that the caller names, until the deadline. The error at the deadline says what was
+waited for and what was last seen. What the sidecar declares fatal is raised at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from bagelplane import __version__
+from bagelplane.errors import (
+    BagelplaneError,
+    DataError,
+    ProtocolError,
+    RingError,
+    SnapshotError,
+    SpecError,
+    StorageError,
+)
+from bagelplane.shm.protocol import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    SIDECAR_MESSAGES,
+    SOCKET_NAME,
+    Ack,
+    Attach,
+    Attached,
+    Detach,
+    Error,
+    Hello,
+    Message,
+    MessageSocket,
+    Published,
+    Resume,
+    Waiting,
+    Welcome,
+)
+from bagelplane.shm.ring import Record, RingReader, StaleEpochError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 1.0
+_GOODBYE_SECONDS = 1.0
+
+_ERROR_CLASSES: Mapping[str, type[BagelplaneError]] = {
+    "spec": SpecError,
+    "data": DataError,
+    "storage": StorageError,
+    "ring": RingError,
+    "snapshot": SnapshotError,
+}
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of the trainer's processes this is."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    generation: int = 0
+    """Generation of the BagelDataset that the pod was made for; 0 is unknown."""
+
+
+class _BrokenError(ConnectionError):
+    """The connection is of no more use, for a reason that may pass."""
+
+
+class Connection:
+    """A connection that is made when first needed. For one thread."""
+
+    def __init__(self, directory: Path, place: Place, *, timeout_seconds: float) -> None:
+        self.directory = directory
+        self.place = place
+        self.timeout_seconds = timeout_seconds
+        self.next_step = 0
+        """Number of the pack that comes next; valid while attached."""
+        self.spec_hash = ""
+        """Of the data set that this trainer runs on; empty before that is known. Another one is refused."""
+        self._socket: MessageSocket | None = None
+        self._ring: RingReader | None = None
+        self._epoch = 0
+        self._doorbells: deque[Published] = deque()
+        self._last_seen = "nothing yet"
+
+    @property
+    def attached(self) -> bool:
+        return self._ring is not None
+
+    def attach(self, resume: Resume) -> int:
+        """Attaches at `resume` unless attached already. The number of the pack that comes next."""
+        self._until_deadline("the sidecar to attach", resume, lambda deadline: None)
+        return self.next_step
+
+    def next_record(self, resume: Resume) -> tuple[Record, memoryview]:
+        """The next pack's record and its bytes in the ring, read-only; they stay until `release`.
+
+        `resume` is the place to attach at, should that be necessary (again).
+        """
+        return self._until_deadline("the next pack", resume, self._await_record)
+
+    def confirm(self, record: Record) -> bool:
+        """Whether all that was read from the record is what the producer put there. If not, attach anew."""
+        if self._ring is not None and self._ring.is_intact(record):
+            return True
+        self._drop(f"the producer began anew while step {record.step} was read")
+        return False
+
+    def release(self, record: Record) -> None:
+        """Acknowledges the record: the trainer has it. Nothing of the ring may be referred to any more."""
+        self.next_step = record.step + 1
+        try:
+            self._require_socket().send(Ack(record.step), timeout_seconds=self.timeout_seconds)
+        except OSError as error:
+            # Not lost: the next attach says where we are.
+            self._drop(f"the connection broke while step {record.step} was acknowledged ({error})")
+
+    def request(self, message: Message, answer: type[M], resume: Resume) -> M:
+        """Sends `message` while attached and waits for its answer."""
+
+        def ask(deadline: float) -> M:
+            self._require_socket().send(message, timeout_seconds=deadline - time.monotonic())
+            return self._await(answer, deadline)
+
+        return self._until_deadline(f"the answer to {message.TYPE!r}", resume, ask)
+
+    def close(self) -> None:
+        """Detaches, without waiting for anybody."""
+        if self._socket is not None:
+            try:
+                self._socket.send(Detach(), timeout_seconds=_GOODBYE_SECONDS)
+            except OSError:
+                logger.debug("the sidecar was gone before we detached")
+        self._drop("detached")
+
+    def __del__(self) -> None:
+        self._drop("given up")
+
+    # -- inside
+
+    def _until_deadline(self, what: str, resume: Resume, act: Callable[[float], T]) -> T:
+        """`act`, attached; again after everything that may pass, until the deadline."""
+        deadline = time.monotonic() + self.timeout_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                if self._ring is None:
+                    self._connect(resume, deadline)
+                return act(deadline)
+            except (OSError, StaleEpochError) as error:
+                self._drop(str(error))
+            except BaseException:
+                self._drop("given up")
+                raise
+            if time.monotonic() + pause >= deadline:
+                raise self._overdue(what, resume)
+            time.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+    def _overdue(self, what: str, resume: Resume) -> ProtocolError:
+        step = resume.step if resume.step is not None else self.next_step
+        return ProtocolError(
+            f"waited {self.timeout_seconds:g} s for {what} of rank {self.place.rank}"
+            f" (step {step}); last seen: {self._last_seen}",
+            fix=f"look at the log of the sidecar that serves {self.directory}, or raise timeout_seconds",
+        )
+
+    def _require_socket(self) -> MessageSocket:
+        if self._socket is None:
+            raise _BrokenError("not connected")
+        return self._socket
+
+    def _drop(self, reason: str) -> None:
+        self._last_seen = reason
+        self._epoch = 0
+        self._doorbells.clear()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _connect(self, resume: Resume, deadline: float) -> None:
+        path = self.directory / SOCKET_NAME
+        self._drop(self._last_seen)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = MessageSocket(sock, SIDECAR_MESSAGES)
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            sock.connect(os.fspath(path))
+        except OSError as error:
+            raise _BrokenError(f"no sidecar at {path} ({error.strerror or error})") from None
+        self._last_seen = f"connected to {path}"
+        name = f"bagelplane {__version__}, pid {os.getpid()}"
+        self._socket.send(Hello(PROTOCOL_VERSION, name), timeout_seconds=deadline - time.monotonic())
+        welcome = self._await(Welcome, deadline)
+        if not OLDEST_VERSION <= welcome.version <= PROTOCOL_VERSION:
+            raise ProtocolError(
+                "the sidecar speaks another protocol",
+                got=f"version {welcome.version}",
+                expected=f"{OLDEST_VERSION} to {PROTOCOL_VERSION}",
+                fix="install the same bagelplane release in the trainer's image as in the sidecar's",
+            )
+        if self.spec_hash not in ("", welcome.spec_hash):
+            raise SnapshotError(
+                "the sidecar serves another data set than the state belongs to",
+                got=f"{welcome.dataset!r} with spec hash {welcome.spec_hash}",
+                expected=f"spec hash {self.spec_hash}",
+                fix="use the data set that the run began with, or begin without a state",
+            )
+        place = self.place
+        attach = Attach(place.rank, place.local_rank, place.world_size, place.generation, resume)
+        self._socket.send(attach, timeout_seconds=deadline - time.monotonic())
+        self._last_seen = f"welcomed by data set {welcome.dataset!r}, attaching"
+        attached = self._await(Attached, deadline)
+        if resume.step is not None and attached.next_step != resume.step:
+            raise ProtocolError(
+                "the sidecar attached us elsewhere",
+                got=f"step {attached.next_step}",
+                expected=f"step {resume.step}",
+            )
+        self._open_ring(attached)
+        self.spec_hash = welcome.spec_hash
+        self.next_step = attached.next_step
+        self._last_seen = f"attached at step {attached.next_step}"
+
+    def _open_ring(self, attached: Attached) -> None:
+        # Both containers mount one volume, maybe at different paths: the name counts, in the directory that
+        # we know.
+        ring = RingReader(self.directory / Path(attached.ring_path).name)
+        if ring.epoch != attached.epoch:
+            ring.close()
+            raise StaleEpochError(
+                f"the ring {ring.path} is of another epoch", got=str(ring.epoch), expected=str(attached.epoch)
+            )
+        self._ring, self._epoch = ring, attached.epoch
+
+    def _await(self, kind: type[M], deadline: float) -> M:
+        """The next message of this kind. Doorbells are kept, `waiting` is remembered, `error` is raised."""
+        while True:
+            message = self._require_socket().receive(timeout_seconds=deadline - time.monotonic())
+            if message is None:
+                raise _BrokenError(self._last_seen)
+            if isinstance(message, Published):
+                if message.epoch == self._epoch and message.step >= self.next_step:
+                    self._doorbells.append(message)
+            elif isinstance(message, Waiting):
+                self._last_seen = f"sidecar said: {message.what} (for {message.since_seconds:.1f} s)"
+            elif isinstance(message, Error):
+                self._handle_error(message)
+            elif not isinstance(message, kind):
+                raise ProtocolError(f"the sidecar sent {message.TYPE!r} instead of {kind.TYPE!r}")
+            if isinstance(message, kind):
+                return message
+
+    def _handle_error(self, error: Error) -> None:
+        if error.fatal:
+            cls = _ERROR_CLASSES.get(error.code, ProtocolError)
+            raise cls(error.message, fix=error.fix)
+        self._last_seen = f"sidecar said: {error.message}" + (f" Fix: {error.fix}" if error.fix else "")
+        logger.warning("rank %d: %s", self.place.rank, self._last_seen)
+        if self._ring is None:
+            raise _BrokenError(self._last_seen)  # attaching was refused for now
+
+    def _await_record(self, deadline: float) -> tuple[Record, memoryview]:
+        ring = self._ring
+        assert ring is not None
+        while not self._doorbells:
+            self._await(Published, deadline)
+        bell = self._doorbells[0]
+        if bell.step != self.next_step:
+            raise ProtocolError(
+                "the sidecar left a step out", got=f"step {bell.step}", expected=f"step {self.next_step}"
+            )
+        record = Record(bell.step, bell.offset_bytes, bell.length_bytes, bell.epoch)
+        payload = ring.read(record)
+        self._doorbells.popleft()
+        return record, payload

@@ -1,0 +1,122 @@
+"""`PackedLoader`: the packs of one rank as torch tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+import torch.distributed
+
+from bagelplane.client.reader import DEFAULT_TIMEOUT_SECONDS, Image, NumpyReader
+from bagelplane.engine.layout import assemble
+from bagelplane.engine.pack import Pack
+from bagelplane.shm.protocol import Snapshotted
+
+
+class PackedLoader:
+    """Iterates over the packs of one rank, for ever, from where it stands; a trainer's data loader.
+
+        loader = PackedLoader()
+        for batch in loader:
+            ...
+
+    Yields the mapping that Automodel's packer yields: same keys in the same order, same bits. A batch belongs
+    to the caller; nothing in it changes later. `state_dict` and `load_state_dict` follow torch's Stateful
+    protocol: saved after k packs, the loaded one continues with pack k (counted from 0), whatever was
+    prefetched.
+
+    `iter()` gives the loader itself: a second loop continues after the first one's last pack. It does not
+    start again (there are no epochs: the stream has no end). The sidecar may restart; the loader attaches by
+    itself and continues with the next pack. Not for use by two threads at once, nor in worker processes:
+    there is nothing to do for them.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        world_size: int | None = None,
+        generation: int | None = None,
+        device: torch.device | str | int | None = None,
+        resume: Literal["latest", "none"] = "latest",
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Connects when the first pack is asked for, not here.
+
+        directory: the sidecar's run directory, or its socket in there; default `BAGELPLANE_DIR`.
+        rank, world_size: default from torch.distributed when it is initialised, else RANK and WORLD_SIZE,
+        else 0 of 1. local_rank: default LOCAL_RANK, else `rank`. generation: of the BagelDataset; default
+        `BAGELPLANE_GENERATION`. device: where all tensors shall be; default: in the CPU's memory. resume:
+        where to begin without a loaded state. latest: after the last acknowledged pack, or the newest
+            snapshot, or at the start, whichever the sidecar has first; none: at the start.
+        timeout_seconds: longest wait for anything; its error names what it waited for and what it last saw.
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank() if rank is None else rank
+            world_size = torch.distributed.get_world_size() if world_size is None else world_size
+        self._device = None if device is None else torch.device(device)
+        self._reader = NumpyReader(
+            directory,
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world_size,
+            generation=generation,
+            resume=resume,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self._reader.take(self._convert)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `NumpyReader.state_dict`."""
+        return self._reader.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `NumpyReader.load_state_dict`."""
+        self._reader.load_state_dict(state_dict)
+
+    def resume(self, *, step: int) -> None:
+        """Continues with pack number `step` (from 0): any step, saved or not."""
+        self._reader.resume(step=step)
+
+    def snapshot(self) -> Snapshotted:
+        """Has the sidecar store the place after the last batch handed over; waits until it is stored."""
+        return self._reader.snapshot()
+
+    def status(self) -> dict[str, Any]:
+        """What the sidecar tells about itself."""
+        return self._reader.status()
+
+    def close(self) -> None:
+        """Detaches. The next batch asked for attaches again, at the same place."""
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _convert(self, pack: Pack, images: list[Image]) -> dict[str, Any]:
+        return {key: self._to_tensors(value) for key, value in assemble(pack, images).items()}
+
+    def _to_tensors(self, value: Any) -> Any:
+        """Arrays, alone or in a list, as tensors that take over their memory; anything else as it is."""
+        if isinstance(value, np.ndarray):
+            tensor = torch.from_numpy(value)
+            return tensor if self._device is None else tensor.to(self._device)
+        if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+            return [self._to_tensors(item) for item in value]
+        return value

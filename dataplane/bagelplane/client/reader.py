@@ -1,0 +1,252 @@
+"""`NumpyReader`: the packs of one rank as NumPy arrays."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from bagelplane.client.connection import Connection, Place
+from bagelplane.engine.layout import assemble
+from bagelplane.engine.pack import Pack
+from bagelplane.errors import SnapshotError, SpecError
+from bagelplane.shm.protocol import Resume, Snapshot, Snapshotted, Status, StatusRequest
+from bagelplane.shm.record import read_record
+
+DIRECTORY_VARIABLE = "BAGELPLANE_DIR"
+GENERATION_VARIABLE = "BAGELPLANE_GENERATION"
+STATE_VERSION = 1
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+Image = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+
+def default_directory() -> Path:
+    """`BAGELPLANE_DIR`, else the directory that `bagelplane run` uses for this user."""
+    return Path(os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/bagelplane-{os.getuid()}")
+
+
+def place_from_environment(
+    rank: int | None, local_rank: int | None, world_size: int | None, generation: int | None
+) -> Place:
+    """What is not given comes from RANK, LOCAL_RANK, WORLD_SIZE (as torchrun sets them), else rank 0 of 1.
+
+    A rank that was given without a local rank, where LOCAL_RANK is not set, is taken as the local rank too:
+    right where all ranks are on one machine. SpecError for what is no number, or a rank outside its world.
+    """
+    if rank is None:
+        rank = _number_from("RANK", 0)
+    if local_rank is None:
+        local_rank = _number_from("LOCAL_RANK", rank)
+    if world_size is None:
+        world_size = _number_from("WORLD_SIZE", 1)
+    if generation is None:
+        generation = _number_from(GENERATION_VARIABLE, 0)
+    if not 0 <= rank < world_size or local_rank < 0 or generation < 0:
+        raise SpecError(
+            "the rank is outside its world",
+            got=f"rank {rank}, local rank {local_rank}, world size {world_size}",
+            expected="0 <= rank < world size",
+            fix="set RANK, LOCAL_RANK and WORLD_SIZE, or pass rank=, local_rank= and world_size=",
+        )
+    return Place(rank, local_rank, world_size, generation)
+
+
+def _number_from(variable: str, default: int) -> int:
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(f"the environment variable {variable} is no number", got=repr(text)) from None
+
+
+class NumpyReader:
+    """Iterates over the packs of one rank, for ever, from where it stands.
+
+    Yields the mapping that Automodel's packer yields: same keys in the same order, same bits, NumPy arrays
+    where that has tensors. A mapping belongs to the caller; nothing in it changes later. A pack is
+    acknowledged when it is handed over, so at most the pack being copied is taken twice, and a snapshot then
+    covers it.
+
+    `iter()` gives the reader itself: a second loop continues after the first one's last pack. It does not
+    start again. If the sidecar restarts, the reader attaches by itself and continues with the pack after the
+    last one it gave.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        world_size: int | None = None,
+        generation: int | None = None,
+        resume: Literal["latest", "none"] = "latest",
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        """Connects when the first pack is asked for, not here.
+
+        directory: the sidecar's run directory, or its socket in there; default `BAGELPLANE_DIR`.
+        rank, local_rank, world_size, generation: see `place_from_environment`.
+        resume: where to begin without a loaded state. latest: after the last acknowledged pack, or the newest
+            snapshot, or at the start, whichever the sidecar has first; none: at the start.
+        timeout_seconds: longest wait for anything; its error names what it waited for and what it last saw.
+        """
+        where = default_directory() if directory is None else Path(directory)
+        if where.is_socket():
+            where = where.parent
+        if not timeout_seconds > 0:
+            raise SpecError("timeout_seconds must be above 0", got=str(timeout_seconds))
+        if resume not in ("latest", "none"):
+            raise SpecError(
+                "resume must be 'latest' or 'none'", got=repr(resume), fix="use resume() for a step"
+            )
+        self.place = place_from_environment(rank, local_rank, world_size, generation)
+        self._connection = Connection(where, self.place, timeout_seconds=timeout_seconds)
+        self._resume = Resume(resume)
+
+    # -- packs
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self.take(assemble)
+
+    def next_pack(self) -> tuple[Pack, list[Image]]:
+        """The next pack as it travelled, copied: scalars, index arrays, images as uint8 [h, w, 3]."""
+        return self.take(_copy)
+
+    def packs(self) -> Iterator[tuple[Pack, list[Image]]]:
+        """`next_pack` for ever."""
+        while True:
+            yield self.next_pack()
+
+    def take(self, convert: Callable[[Pack, list[Image]], T]) -> T:
+        """The next pack, as `convert` makes it from the views of the ring; its result must not refer to them.
+
+        `convert` is called again should the sidecar have restarted meanwhile: what it read may be torn then.
+        """
+        while True:
+            record, payload = self._connection.next_record(self._resume)
+            try:
+                pack, images = read_record(payload)
+                result = convert(pack, images)
+            except Exception:
+                # Bytes that change while they are read may look like anything. A record that is whole is at
+                # fault.
+                if self._connection.confirm(record):
+                    raise
+                continue
+            if self._connection.confirm(record):
+                break
+        self._connection.release(record)
+        self._resume = Resume("state", record.step + 1, pack.state)
+        return result
+
+    # -- place in the stream
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last pack handed over: a few KB of JSON types, always the same keys.
+
+        `step` is the number of packs behind it. `state` is a text, empty before the first pack: so a
+        checkpoint library that takes nested mappings apart finds the same structure in a fresh object as in a
+        saved one. Save it per rank, under a key of its own. Before the first pack this attaches, to learn
+        where the stream stands.
+        """
+        resume = self._resume
+        if resume.step is None:
+            resume = self._resume = Resume("step", self._connection.attach(resume))
+        return {
+            "version": STATE_VERSION,
+            "step": resume.step,
+            "rank": self.place.rank,
+            "world_size": self.place.world_size,
+            "spec_hash": self._connection.spec_hash,
+            "state": "" if resume.state is None else json.dumps(resume.state, separators=(",", ":")),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues at a place that `state_dict` gave, from the next pack on. SnapshotError if none of ours.
+
+        Whether state, data set and topology belong together is decided when attaching: SnapshotError then,
+        too.
+        """
+        step, state = _parse_state(state_dict)
+        rank, world_size = state_dict.get("rank"), state_dict.get("world_size")
+        if world_size == self.place.world_size and rank != self.place.rank:
+            raise SnapshotError(
+                "the loaded state belongs to another rank",
+                got=f"rank {rank} of {world_size}",
+                expected=f"rank {self.place.rank} of {self.place.world_size}",
+                fix="save each rank's state_dict under a key of its own",
+            )
+        self._connection.close()
+        self._connection.spec_hash = str(state_dict.get("spec_hash") or "")
+        self._resume = Resume("step", step) if state is None else Resume("state", step, state)
+
+    def resume(self, *, step: int) -> None:
+        """Continues with pack number `step` (from 0): any step, saved or not."""
+        if type(step) is not int or step < 0:
+            raise SpecError("a step is a number from 0", got=repr(step))
+        self._connection.close()
+        self._resume = Resume("step", step)
+
+    # -- the sidecar
+
+    def snapshot(self) -> Snapshotted:
+        """Has the sidecar store the place after the last pack handed over; waits until it is stored."""
+        return self._connection.request(Snapshot(), Snapshotted, self._resume)
+
+    def status(self) -> dict[str, Any]:
+        """What the sidecar tells about itself."""
+        return self._connection.request(StatusRequest(), Status, self._resume).status
+
+    def close(self) -> None:
+        """Detaches. The next pack asked for attaches again, at the same place."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _parse_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """(step, state or None) of a client's state. SnapshotError for anything else."""
+    version, step, state = (state_dict.get(name) for name in ("version", "step", "state"))
+    if version != STATE_VERSION:
+        raise SnapshotError(
+            "the loaded state is not one of PackedLoader",
+            got=f"version {version!r}",
+            expected=f"version {STATE_VERSION}",
+            fix="load what PackedLoader.state_dict() gave",
+        )
+    if isinstance(state, str) and state:
+        try:
+            state = json.loads(state)
+        except ValueError:
+            raise SnapshotError("the loaded state is damaged", got="text that is no JSON") from None
+    if type(step) is not int or step < 0 or not (state in (None, "") or isinstance(state, dict)):
+        raise SnapshotError(
+            "the loaded state is damaged", got=f"step {step!r}, a {type(state).__name__} as state"
+        )
+    return step, state or None
+
+
+def _copy(pack: Pack, images: list[Image]) -> tuple[Pack, list[Image]]:
+    arrays = {name: array.copy() for name, array in pack.arrays.items()}
+    return replace(pack, arrays=arrays), [image.copy() for image in images]
