@@ -1,0 +1,72 @@
+"""From uint8 pixels to the floats that a model sees: normalised, planar or cut into patches.
+
+Every result equals float32 arithmetic `(x / 255 - mean) / std`, step by step, bit for bit. Pure NumPy; it
+releases the GIL while it works, keeps nothing, may run in any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+HALF = (0.5, 0.5, 0.5)
+
+# Pixels normalised at a time, so that the scratch stays in the second-level cache (768 KiB of float32).
+_BLOCK_PIXELS = 1 << 16
+
+
+def normalised_chw(
+    out: np.ndarray, rgb: np.ndarray, mean: Sequence[float] = HALF, std: Sequence[float] = HALF
+) -> None:
+    """Writes uint8 `rgb` [h, w, 3] into float32 `out` [3, h, w], any strides, normalised per channel."""
+    height, width = rgb.shape[:2]
+    if out.shape != (3, height, width) or out.dtype != np.float32:
+        raise ValueError(f"out is {out.dtype} {out.shape}, expected float32 {(3, height, width)}")
+    # Arithmetic on pixels as they lie, planes last. Planes first costs up to twice as much; a table of 256
+    # floats two to three times, because NumPy widens each index to eight bytes.
+    rows = min(height, max(1, _BLOCK_PIXELS // max(width, 1)))
+    scratch = np.empty((rows, width, 3), dtype=np.float32)
+    for begin in range(0, height, rows):
+        source = rgb[begin : begin + rows]
+        block = scratch[: len(source)]
+        np.copyto(block, source)
+        _normalise(block, mean, std)
+        np.copyto(out[:, begin : begin + rows], block.transpose(2, 0, 1))
+
+
+def patchify(
+    rgb: np.ndarray, patch: int, out: np.ndarray, mean: Sequence[float] = HALF, std: Sequence[float] = HALF
+) -> None:
+    """Writes uint8 `rgb` [h, w, 3] into C-contiguous float32 `out` [patches, patch * patch * 3], normalised.
+
+    Patches are row-major over the grid, each flattened as (row in patch, column in patch, channel). Height
+    and width are multiples of `patch`.
+    """
+    height, width = rgb.shape[:2]
+    rows, columns = height // patch, width // patch
+    expected = (rows * columns, patch * patch * 3)
+    if (rows * patch, columns * patch) != (height, width):
+        raise ValueError(f"an image of {width}x{height} pixels is not whole patches of {patch}")
+    if out.shape != expected or out.dtype != np.float32 or not out.flags.c_contiguous:
+        raise ValueError(f"out is {out.dtype} {out.shape}, expected C-contiguous float32 {expected}")
+    # Permuting while casting, then arithmetic in place, was a fifth of the time of permuting finished floats
+    # the plain way, and shorter than any variant with a scratch block.
+    grid = out.reshape(rows, columns, patch, patch * 3)
+    np.copyto(grid, rgb.reshape(rows, patch, columns, patch * 3).transpose(0, 2, 1, 3))
+    _normalise(out.reshape(height, width, 3), mean, std)
+
+
+def _normalise(pixels: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Normalises C-contiguous float32 [h, w, 3], values 0..255, in place."""
+    if all(value == 0.5 for value in (*mean, *std)):
+        # Exact for x in 0..255: halving and doubling never round, so (x/255 - 0.5)/0.5 = x/127.5 - 1.
+        np.divide(pixels, np.float32(127.5), out=pixels)
+        np.subtract(pixels, np.float32(1), out=pixels)
+        return
+    # One value a channel, repeated along a row: NumPy's inner loop over three channels would be all overhead.
+    width = pixels.shape[1]
+    lines = pixels.reshape(-1, width * 3)
+    np.divide(lines, np.float32(255), out=lines)
+    np.subtract(lines, np.tile(np.asarray(mean, dtype=np.float32), width), out=lines)
+    np.divide(lines, np.tile(np.asarray(std, dtype=np.float32), width), out=lines)
