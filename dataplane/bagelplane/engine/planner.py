@@ -1,0 +1,254 @@
+"""Plan packs of one logical stream: which samples, in which order, until a budget is met (STREAM, Packing).
+
+The planner owns the stream's generators, the buffer and the groups' positions. `mark` and `restore` move it
+between packs in memory; `state_to_json` and `state_from_json` carry a mark across processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bagelplane.engine.drops import Drop, DropReason
+from bagelplane.engine.packer import OpenPack, PackingConfig
+from bagelplane.engine.profile import Profile
+from bagelplane.engine.rng import StreamRandom, mark_from_json, mark_to_json
+from bagelplane.engine.samples import EncodedImage, ImageLedger, RowDropped, Sample
+from bagelplane.errors import DataError, SnapshotError
+
+STATE_VERSION = 1
+
+
+class Group(Protocol):
+    """An endless run of one group's rows for one logical worker."""
+
+    name: str
+    mandatory: bool
+    weight: float
+
+    def draw(self, rng: StreamRandom) -> Sample:
+        """The next row's sample. Raises RowDropped for a row that is not trained on; the next call goes on."""
+        ...
+
+    def mark(self) -> Any:
+        """The present position, JSON-able and immutable."""
+        ...
+
+    def restore(self, mark: Any) -> None: ...
+
+    def to_reference(self, sample: Sample) -> Any:
+        """JSON-able stand-in for a buffered sample of this group."""
+        ...
+
+    def from_reference(self, reference: Any) -> Sample:
+        """The sample again, without touching the generators."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """All that determines the packs to come."""
+
+    rng: tuple[Any, Any]
+    buffer: tuple[Sample, ...]
+    groups: tuple[Any, ...]
+    packs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """One pack as decided. `opened` are the images whose pixels the decision rests on, by key."""
+
+    pack: OpenPack
+    drops: list[Drop]
+    opened: Mapping[str, EncodedImage]
+    before: Mark
+    after: Mark
+
+
+class PackPlanner:
+    """Plans one logical stream's packs one after the other. Not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        config: PackingConfig,
+        groups: Sequence[Group],
+        rng: StreamRandom,
+        images: ImageLedger,
+        profile: Profile,
+        max_consecutive_drops: int,
+    ) -> None:
+        self.config, self._groups, self._rng = config, list(groups), rng
+        self._images, self._profile = images, profile
+        self._max_consecutive_drops = max_consecutive_drops
+        self._buffer: list[Sample] = []
+        self._packs = 0
+        self._drops: list[Drop] = []
+        self._in_a_row: Counter[str] = Counter()
+        self._cumulative = cumulative_weights([group.weight for group in groups])
+
+    def mark(self) -> Mark:
+        groups = tuple(group.mark() for group in self._groups)
+        return Mark(self._rng.mark(), tuple(self._buffer), groups, self._packs)
+
+    def restore(self, mark: Mark) -> None:
+        self._rng.restore(mark.rng)
+        self._buffer = list(mark.buffer)
+        self._packs = mark.packs
+        for group, position in zip(self._groups, mark.groups, strict=True):
+            group.restore(position)
+
+    def plan(self) -> PackPlan:
+        """The next pack. Raises DataError when a group gives nothing but drops."""
+        before = self.mark()
+        self._drops = []
+        self._images.take_opened()
+        pack = OpenPack()
+        try:
+            while not self._fill(pack):
+                pass
+        except BaseException:
+            self.restore(before)
+            raise
+        self._packs += 1
+        return PackPlan(pack, self._drops, self._images.take_opened(), before, self.mark())
+
+    def _fill(self, pack: OpenPack) -> bool:
+        """One round of the packing loop; True when the pack is to be yielded."""
+        config = self.config
+        if pack.length == 0:
+            self._put_mandatory(pack)
+        buffered = pack.length < config.prefer_buffer_before and bool(self._buffer)
+        sample = self._buffer.pop(0) if buffered else self._draw(self._choose_group())
+        if not self._profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=False):
+            self._drop(sample.group, DropReason.OVERLENGTH_SAMPLE, _overlength_message(sample, config))
+            return False
+        if pack.length + sample.size > config.max_tokens:
+            if not buffered and len(self._buffer) < config.max_buffer_size:
+                self._buffer.append(sample)
+                self._in_a_row[sample.group] = 0
+                return False
+            self._lose(sample, pack, buffered=buffered)
+            return True
+        self._put(pack, sample)
+        return pack.length >= config.expected_tokens
+
+    def _put_mandatory(self, pack: OpenPack) -> None:
+        config = self.config
+        for index, group in enumerate(self._groups):
+            while group.mandatory:
+                sample = self._draw(index)
+                if self._profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=True):
+                    self._put(pack, sample)
+                    break
+                reason = DropReason.OVERLENGTH_MANDATORY_SAMPLE
+                self._drop(group.name, reason, _overlength_message(sample, config))
+
+    def _put(self, pack: OpenPack, sample: Sample) -> None:
+        pack.put(sample, self.config, self._rng)
+        self._in_a_row[sample.group] = 0
+
+    def _lose(self, sample: Sample, pack: OpenPack, *, buffered: bool) -> None:
+        if pack.length == 0:
+            # Yielding an empty pack again and again would be the end of it.
+            raise DataError(
+                f"a sample of group {sample.group} fits into no pack",
+                got=f"{sample.size} tokens",
+                expected=f"at most {self.config.max_tokens}, the budget of a whole pack",
+                fix="let maxTokensPerSample be at most maxTokens",
+            )
+        source = "came from the buffer" if buffered else f"the buffer of {self.config.max_buffer_size} is full"
+        message = f"{sample.data_indexes}: {sample.size} tokens do not fit behind {pack.length}, and {source}"
+        self._drops.append(Drop(sample.group, DropReason.BUFFER_FULL, message))
+
+    def _choose_group(self) -> int:
+        draw = self._rng.python.random()
+        for index, bound in enumerate(self._cumulative):
+            if draw < bound:
+                return index
+        return 0
+
+    def _draw(self, index: int) -> Sample:
+        group = self._groups[index]
+        while True:
+            try:
+                sample = group.draw(self._rng)
+            except RowDropped as dropped:
+                self._drop(group.name, dropped.reason, dropped.message)
+                continue
+            sample.group_index = index
+            return sample
+
+    def _drop(self, group: str, reason: str, message: str) -> None:
+        self._drops.append(Drop(group, reason, message))
+        self._in_a_row[group] += 1
+        if self._in_a_row[group] >= self._max_consecutive_drops:
+            raise DataError(
+                f"group {group} gives no sample that can be packed",
+                got=f"{self._in_a_row[group]} rows in a row dropped, the last as {reason}: {message}",
+                expected=f"a usable row within {self._max_consecutive_drops} (drops.maxConsecutive)",
+                fix="mend the data of this group, its budgets, or raise drops.maxConsecutive",
+            )
+
+    def state_to_json(self, mark: Mark) -> dict[str, Any]:
+        """`mark` in JSON types: generators, positions, and references instead of buffered samples."""
+        buffer = [
+            {"group": sample.group_index, "row": self._groups[sample.group_index].to_reference(sample)}
+            for sample in mark.buffer
+        ]
+        return {
+            "version": STATE_VERSION,
+            "packs": mark.packs,
+            "rng": mark_to_json(mark.rng),
+            "buffer": buffer,
+            "groups": [
+                {"name": group.name, "position": position}
+                for group, position in zip(self._groups, mark.groups, strict=True)
+            ],
+        }
+
+    def state_from_json(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises SnapshotError naming what does not fit."""
+        names = [group.name for group in self._groups]
+        try:
+            if state["version"] != STATE_VERSION:
+                raise SnapshotError(
+                    "a state of another format",
+                    got=f"version {state['version']}",
+                    expected=f"version {STATE_VERSION}",
+                    fix="use the release that wrote it",
+                )
+            found = [group["name"] for group in state["groups"]]
+            if found != names:
+                raise SnapshotError(
+                    "a state of other groups", got=", ".join(found), expected=", ".join(names), fix="use its own resource"
+                )
+            positions = tuple(group["position"] for group in state["groups"])
+            buffer = tuple(self._from_reference(entry) for entry in state["buffer"])
+            mark = Mark(mark_from_json(state["rng"]), buffer, positions, int(state["packs"]))
+            self.restore(mark)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise SnapshotError(
+                "a state that cannot be read",
+                got=f"{type(error).__name__}: {error}",
+                fix="resume from another snapshot",
+            ) from error
+
+    def _from_reference(self, entry: Mapping[str, Any]) -> Sample:
+        index = int(entry["group"])
+        sample = self._groups[index].from_reference(entry["row"])
+        sample.group_index = index
+        return sample
+
+
+def cumulative_weights(weights: Sequence[float]) -> list[float]:
+    """`cum[i] = sum(w[:i + 1]) / total`, in this very order of operations."""
+    total = sum(weights)
+    return [sum(weights[: index + 1]) / total for index in range(len(weights))]
+
+
+def _overlength_message(sample: Sample, config: PackingConfig) -> str:
+    return f"{sample.data_indexes}: {sample.size} tokens, limit {config.max_tokens_per_sample}"

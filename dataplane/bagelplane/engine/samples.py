@@ -1,0 +1,412 @@
+"""Plan one row as a sample: its texts, images, sequence plan and token count, from headers and text alone.
+
+One function a group type. The order of image openings and draws in them is part of the stream: a row that is
+dropped half-way has consumed the draws made up to that point (STREAM, Samples).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from bagelplane.engine.drops import DropReason
+from bagelplane.engine.resizing import ResizeRule
+from bagelplane.engine.rng import Draws
+
+ItemKind = Literal["text", "vit_image", "vae_image"]
+
+IMAGE_TAG = "<image>"
+VIDEO_TAG = "<video>"
+
+
+class UnreadableImage(Exception):
+    """An image is missing, or does not open, or is known not to decode."""
+
+
+class RowDropped(Exception):
+    """A row that is not trained on. `reason` is a DropReason or a text of the user's own group type."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason, self.message = reason, message
+
+
+class EncodedImage(Protocol):
+    """An image as stored: a stable key, and what its header says."""
+
+    @property
+    def key(self) -> str:
+        """Names the image for good: object, row group, row and place in the row."""
+        ...
+
+    def size(self) -> tuple[int, int]:
+        """(width, height) in pixels after decoding, from the header. Raises UnreadableImage."""
+        ...
+
+
+class ImageLedger:
+    """What is known of images while packs are planned: which do not decode, and which were opened.
+
+    `opened` grows with each opening until `take_opened`; what is in it has to be decoded before the pack that is
+    being planned may be handed over, for the peer meets an undecodable image while drawing.
+    """
+
+    def __init__(self, known_bad: dict[str, str] | None = None) -> None:
+        self.known_bad: dict[str, str] = known_bad if known_bad is not None else {}
+        self._opened: dict[str, EncodedImage] = {}
+
+    def open(self, image: EncodedImage) -> tuple[int, int]:
+        """(width, height) of an image that opens and, as far as known, decodes. Raises UnreadableImage."""
+        cause = self.known_bad.get(image.key)
+        if cause is not None:
+            raise UnreadableImage(f"{image.key}: {cause}")
+        size = image.size()
+        self._opened[image.key] = image
+        return size
+
+    def take_opened(self) -> dict[str, EncodedImage]:
+        opened, self._opened = self._opened, {}
+        return opened
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSampler:
+    """How many frames of a video are taken: from `min_frames` to `max_frames`, both included."""
+
+    min_frames: int = 8
+    max_frames: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTransform:
+    """Resize rule and normalisation (per channel, on pixels scaled to 0..1) of one kind of image."""
+
+    rule: ResizeRule
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """What planning the rows of one group needs beside the row. `vit` is the transform of ViT images."""
+
+    encode: Callable[[str], Sequence[int]]
+    images: ImageLedger
+    vae: ImageTransform | None
+    vit: ImageTransform | None
+    frames: FrameSampler = field(default_factory=FrameSampler)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanItem:
+    """One step of a sequence plan, as the documented `sequence_plan` has it."""
+
+    kind: ItemKind
+    enable_cfg: int = 0
+    loss: int = 0
+    special_token_loss: int = 0
+    special_token_label: int | None = None
+    split_start: bool = True
+    split_end: bool = True
+    frame_delta: int | None = None
+
+
+CONDITION_TEXT = PlanItem("text", enable_cfg=1)
+CONDITION_VAE = PlanItem("vae_image", enable_cfg=1)
+CONDITION_VIT = PlanItem("vit_image", enable_cfg=1)
+TARGET_VAE = PlanItem("vae_image", loss=1)
+PLAIN_TEXT = PlanItem("text")
+LEARNT_TEXT = PlanItem("text", loss=1)
+PLAIN_VIT = PlanItem("vit_image")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedImage:
+    """An image and the size that it will have, in pixels. `source` is an EncodedImage, or pixels at hand."""
+
+    source: Any
+    height: int
+    width: int
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+
+@dataclass(slots=True)
+class Sample:
+    """A row as planned. `num_tokens` counts ids and image tokens, without start and end tokens.
+
+    `reference` replays the row (group position and outcomes of its draws); None for samples that bring pixels.
+    """
+
+    items: list[PlanItem] = field(default_factory=list)
+    texts: list[Sequence[int]] = field(default_factory=list)
+    images: list[PlannedImage] = field(default_factory=list)
+    num_tokens: int = 0
+    data_indexes: Any = None
+    group_index: int = 0
+    group: str = ""
+    worker_id: int = 0
+    reference: dict[str, Any] | None = None
+    raw: Any = None
+
+    @property
+    def size(self) -> int:
+        """Tokens that packing reckons with: two more for each item's start and end token."""
+        return self.num_tokens + 2 * len(self.items)
+
+    def add_text(self, item: PlanItem, ids: Sequence[int]) -> None:
+        self.items.append(item)
+        self.texts.append(ids)
+        self.num_tokens += len(ids)
+
+    def add_image(self, item: PlanItem, image: PlannedImage, stride: int) -> None:
+        self.items.append(item)
+        self.images.append(image)
+        self.num_tokens += image.width * image.height // stride**2
+
+
+@dataclass(frozen=True, slots=True)
+class TextToImageRow:
+    image: EncodedImage
+    captions: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EditRow:
+    """`images[i + 1]` follows from `images[i]` by any of the phrasings `instructions[i]`."""
+
+    images: Sequence[EncodedImage] | None
+    instructions: Sequence[Sequence[str]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationRow:
+    """One line of a JSONL file. `open_image` and `list_frames` look names up below the image directory."""
+
+    line: str
+    open_image: Callable[[str], EncodedImage]
+    list_frames: Callable[[str], Sequence[EncodedImage]]
+
+
+def plan_text_to_image(row: TextToImageRow, context: PlanContext, draws: Draws) -> Sample:
+    """One caption of the row, then its image with loss."""
+    assert context.vae is not None
+    sample = Sample()
+    try:
+        image = _resized(row.image, context, context.vae)
+    except UnreadableImage as error:
+        raise RowDropped(DropReason.T2I_IMAGE_PARSE, str(error)) from None
+    captions = _parse_captions(row.captions)
+    caption = captions[draws.choice(len(captions))] if captions else " "
+    sample.add_text(CONDITION_TEXT, context.encode(caption))
+    sample.add_image(TARGET_VAE, image, context.vae.rule.stride)
+    return sample
+
+
+def _parse_captions(text: str | None) -> list[str]:
+    if text is None:
+        raise RowDropped(DropReason.T2I_CAPTION_PARSE, "captions are null")
+    try:
+        captions = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RowDropped(DropReason.T2I_CAPTION_PARSE, f"captions are no JSON: {error}") from None
+    if not isinstance(captions, dict):
+        raise RowDropped(DropReason.CAPTION_NOT_OBJECT, f"captions are a {type(captions).__name__}, not an object")
+    for name, caption in captions.items():
+        if not isinstance(caption, str):
+            raise RowDropped(
+                DropReason.CAPTION_NOT_TEXT, f"caption {name!r} is a {type(caption).__name__}, not a text"
+            )
+    return list(captions.values())
+
+
+def plan_edit(row: EditRow, context: PlanContext, draws: Draws) -> Sample:
+    """A stretch of an editing chain: a first image as condition, then instructions and images with loss."""
+    try:
+        return _plan_edit_steps(row, context, draws)
+    # Whatever is wrong with a row's lists shows as one of these when they are indexed, chosen from or encoded;
+    # the peer drops the row on any exception, with the draws made so far consumed.
+    except (UnreadableImage, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
+        raise RowDropped(DropReason.PARQUET_ROW_PARSE, f"{type(error).__name__}: {error}") from None
+
+
+def _plan_edit_steps(row: EditRow, context: PlanContext, draws: Draws) -> Sample:
+    assert context.vae is not None and context.vit is not None
+    images, instructions = row.images, row.instructions
+    if images is None:
+        raise TypeError("image_list is null")
+    count = len(images)
+    start = draws.choice(count - 1)
+    end = start + 1 + draws.choice(min(start + 3, count) - (start + 1))
+    sample = Sample()
+
+    def condition_on(index: int) -> None:
+        _add_edit_image(sample, images[index], CONDITION_VAE, context, context.vae)
+        _add_edit_image(sample, images[index], CONDITION_VIT, context, context.vit)
+
+    def choose_phrasing(step: int) -> str:
+        if instructions is None:
+            raise TypeError("instruction_list is null")
+        phrasings = instructions[step - 1]
+        phrasing = phrasings[draws.choice(len(phrasings))]
+        if not isinstance(phrasing, str):
+            raise TypeError(f"an instruction is a {type(phrasing).__name__}")
+        return phrasing
+
+    condition_on(start)
+    if end - start > 1 and draws.chance(0.5):
+        if end == count - 1:
+            end -= 1
+        text = "".join(choose_phrasing(step) + ". " for step in range(start + 1, end + 1)).rstrip()
+        sample.add_text(CONDITION_TEXT, context.encode(text))
+        _add_edit_image(sample, images[end], TARGET_VAE, context, context.vae)
+        return sample
+    for step in range(start + 1, end + 1):
+        sample.add_text(CONDITION_TEXT, context.encode(choose_phrasing(step)))
+        _add_edit_image(sample, images[step], TARGET_VAE, context, context.vae)
+        if step != end:
+            condition_on(step)
+    return sample
+
+
+def _add_edit_image(
+    sample: Sample, image: EncodedImage, item: PlanItem, context: PlanContext, transform: ImageTransform | None
+) -> None:
+    assert transform is not None
+    sample.add_image(item, _resized(image, context, transform), transform.rule.stride)
+
+
+def plan_conversation(row: ConversationRow, context: PlanContext, draws: Draws) -> Sample:
+    """The turns of a conversation with its images or video frames; the answers carry loss."""
+    assert context.vit is not None
+    transform = context.vit
+    try:
+        data = json.loads(row.line)
+    except (ValueError, RecursionError) as error:
+        raise RowDropped(DropReason.JSONL_PARSE, f"no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise RowDropped(DropReason.CONVERSATIONS_MISSING, f"the line is a {type(data).__name__}, not an object")
+    try:
+        sources, frame_tags = _conversation_images(data, row, context, draws)
+        sizes = [context.images.open(source) for source in sources]
+    except UnreadableImage as error:
+        raise RowDropped(DropReason.JSONL_PARSE, str(error)) from None
+    images = [
+        _planned(source, transform.rule.target_size(*size, num_images=len(sources)), transform)
+        for source, size in zip(sources, sizes, strict=True)
+    ]
+    sample = Sample()
+    _add_turns(sample, _parse_turns(data), images, frame_tags, context)
+    # Images that no turn places count as well: the peer adds them up as it opens them.
+    stride = transform.rule.stride
+    sample.num_tokens = sum(len(ids) for ids in sample.texts)
+    sample.num_tokens += sum(image.width * image.height // stride**2 for image in images)
+    if not any(item.loss for item in sample.items):
+        raise RowDropped(DropReason.NO_LOSS_LABELS, "no answer to learn from")
+    return sample
+
+
+def _conversation_images(
+    data: dict[str, Any], row: ConversationRow, context: PlanContext, draws: Draws
+) -> tuple[list[EncodedImage], int | None]:
+    """The row's images in order; for a video its sampled frames and their number."""
+    if "image" in data:
+        names = data["image"] if isinstance(data["image"], list) else [data["image"]]
+        for name in names:
+            if not isinstance(name, str):
+                raise UnreadableImage(f"an image name is {json.dumps(name)[:80]}, not a text")
+        return [row.open_image(name) for name in names], None
+    if "video" not in data:
+        return [], None
+    name = data["video"]
+    if not isinstance(name, str):
+        raise UnreadableImage(f"the video's name is {json.dumps(name)[:80]}, not a text")
+    frames = list(row.list_frames(name))
+    for frame in frames:
+        context.images.open(frame)
+    chosen = sample_frames(len(frames), context.frames, draws)
+    if not _first_turn_has_video(data):
+        raise UnreadableImage("the first turn of a row with a video has no <video>")
+    return [frames[index] for index in chosen], len(chosen)
+
+
+def _first_turn_has_video(data: dict[str, Any]) -> bool:
+    turns = data.get("conversations")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and VIDEO_TAG in str(first.get("value"))
+
+
+def sample_frames(count: int, sampler: FrameSampler, draws: Draws) -> list[int]:
+    """Indexes of the frames taken from a video of `count` frames, in order.
+
+    One frame from each of equal intervals, whose last frame is never taken; where an interval has one frame
+    only, a random subset instead, the draws made until then consumed.
+    """
+    wanted = draws.integer(sampler.min_frames, sampler.max_frames + 1)
+    if count <= wanted:
+        return list(range(count))
+    bounds = np.linspace(0, count, wanted + 1).astype(int).tolist()
+    try:
+        return [low + draws.choice(high - 1 - low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    except IndexError:
+        return draws.subset(count, wanted)
+
+
+def _parse_turns(data: dict[str, Any]) -> list[tuple[str, str]]:
+    turns = data.get("conversations")
+    if not isinstance(turns, list):
+        raise RowDropped(DropReason.CONVERSATIONS_MISSING, "`conversations` is missing or no list")
+    parsed = []
+    for turn in turns:
+        if not isinstance(turn, dict) or "from" not in turn or not isinstance(turn.get("value"), str):
+            raise RowDropped(DropReason.CONVERSATIONS_MISSING, "a turn lacks `from` or a text `value`")
+        parsed.append((turn["from"], turn["value"]))
+    return parsed
+
+
+def _add_turns(
+    sample: Sample,
+    turns: list[tuple[str, str]],
+    images: list[PlannedImage],
+    frame_tags: int | None,
+    context: PlanContext,
+) -> None:
+    unplaced = iter(images)
+
+    def add_text(item: PlanItem, text: str) -> None:
+        ids = context.encode(text)
+        if ids:
+            sample.add_text(item, ids)
+
+    for number, (speaker, text) in enumerate(turns):
+        if number == 0 and frame_tags is not None:
+            text = text.replace(VIDEO_TAG, IMAGE_TAG * frame_tags)
+        if speaker == "gpt":
+            add_text(LEARNT_TEXT, text)
+        elif speaker == "human" and IMAGE_TAG not in text:
+            add_text(PLAIN_TEXT, text)
+        elif speaker == "human":
+            pieces = text.split(IMAGE_TAG)
+            for index, piece in enumerate(pieces):
+                if piece.strip():
+                    add_text(PLAIN_TEXT, piece.strip())
+                if index < len(pieces) - 1 and index < len(images):
+                    image = next(unplaced, None)
+                    if image is None:
+                        raise RowDropped(DropReason.IMAGE_SURPLUS, f"the turns place more than {len(images)} images")
+                    sample.items.append(PLAIN_VIT)
+                    sample.images.append(image)
+
+
+def _resized(image: EncodedImage, context: PlanContext, transform: ImageTransform) -> PlannedImage:
+    width, height = context.images.open(image)
+    return _planned(image, transform.rule.target_size(width, height), transform)
+
+
+def _planned(source: EncodedImage, size: tuple[int, int], transform: ImageTransform) -> PlannedImage:
+    width, height = size
+    return PlannedImage(source, height=height, width=width, mean=transform.mean, std=transform.std)

@@ -1,0 +1,81 @@
+"""Which units (files, row groups, lines) a rank and its workers read, and in what order (STREAM, Sharding)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from bagelplane.errors import DataError
+
+Unit = TypeVar("Unit", bound="str | tuple[object, ...]")
+
+DEFAULT_EPOCH_SEED = 42
+
+
+def sort_units(units: Sequence[Unit]) -> list[Unit]:
+    """Texts by value, tuples by their first two members."""
+    return sorted(units, key=lambda unit: unit if isinstance(unit, str) else unit[:2])  # type: ignore[arg-type,return-value]
+
+
+def shard_to_rank(
+    units: Sequence[Unit], *, rng: random.Random, epoch_seed: int, rank: int, world_size: int, group: str
+) -> tuple[list[Unit], int]:
+    """This rank's contiguous block of the shuffled units, and how many units of the tail nobody reads.
+
+    `rng` is the group's private generator; it is seeded with `epoch_seed` and used for the shuffle only.
+    Raises ShardingError when there are no units at all, or fewer than ranks.
+    """
+    if not units:
+        raise ShardingError(
+            f"group {group} has no units to read",
+            got="0 files, row groups or lines",
+            expected="at least one a rank",
+            fix="look at the data set's location and at numUsedData",
+        )
+    ordered = sort_units(units)
+    rng.seed(epoch_seed)
+    rng.shuffle(ordered)
+    per_rank = len(ordered) // world_size
+    if per_rank == 0:
+        raise ShardingError(
+            f"group {group} has fewer units than ranks",
+            got=f"{len(ordered)} units for world size {world_size}",
+            expected=f"at least {world_size}",
+            fix="use more (or smaller) files, a larger numUsedData, or fewer ranks",
+        )
+    return ordered[rank * per_rank : (rank + 1) * per_rank], len(ordered) - per_rank * world_size
+
+
+def shard_to_worker(
+    units: Sequence[Unit], *, num_workers: int, worker_id: int, group: str
+) -> tuple[list[Unit], int]:
+    """One worker's part of the rank's block, reversed, and how many of the tail nobody reads.
+
+    `num_workers` 0 is reading without workers: the whole block in order.
+    Raises ShardingError when there are fewer units than workers.
+    """
+    if num_workers == 0:
+        return list(units), 0
+    per_worker = len(units) // num_workers
+    if per_worker == 0:
+        raise ShardingError(
+            f"group {group} has fewer units than workers on this rank",
+            got=f"{len(units)} units for {num_workers} workers",
+            expected=f"at least {num_workers}",
+            fix="use more (or smaller) files, a larger numUsedData, or fewer workers or ranks",
+        )
+    part = list(units[worker_id * per_worker : (worker_id + 1) * per_worker])
+    part.reverse()
+    return part, len(units) - per_worker * num_workers
+
+
+def repeat_to_count(names: Sequence[str], count: int) -> list[str]:
+    """`names` over and over until there are `count`: a directory's files against `numUsedData`."""
+    if not names:
+        return []
+    return (list(names) * (count // len(names) + 1))[:count]
+
+
+class ShardingError(DataError, ValueError):
+    """Too few units. A ValueError too, since that is what the documented classes raise."""

@@ -1,0 +1,179 @@
+"""What a stream is made of, whichever face described it: the resource, or the documented classes.
+
+`StreamSettings` is the one form that both are turned into; `open_group` gives one worker its part of a group.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bagelplane.engine.packer import PackingConfig, SpecialTokens
+from bagelplane.engine.planner import Group
+from bagelplane.engine.resizing import ResizeRule
+from bagelplane.engine.rng import stream_seed
+from bagelplane.engine.samples import FrameSampler, ImageLedger, ImageTransform, PlanContext
+from bagelplane.engine.sharding import shard_to_rank, shard_to_worker
+from bagelplane.errors import SpecError
+from bagelplane.sources.config import DatasetConfig, GroupConfig
+from bagelplane.sources.edit import read_row_group_counts
+from bagelplane.sources.group import StoredGroup
+from bagelplane.sources.registry import STORED_TYPES
+from bagelplane.sources.tokenizer import load_tokenizer
+from bagelplane.spec import BagelDataset
+from bagelplane.spec import Group as ResourceGroup
+from bagelplane.spec import ImageTransform as ResourceTransform
+from bagelplane.storage import Storage, StorageSettings, open_storage
+from bagelplane.topology import Topology
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """All that determines a stream, beside its topology. Seeds as STREAM, Randomness, names them."""
+
+    groups: tuple[GroupConfig, ...]
+    packing: PackingConfig
+    tokens: SpecialTokens
+    encode: Callable[[str], Sequence[int]]
+    storage: Storage
+    data_seed: int
+    global_seed: int | None
+    max_consecutive_drops: int
+
+    @staticmethod
+    def from_resource(dataset: BagelDataset) -> StreamSettings:
+        """Read the tokenizer and the small files that the resource names. Raises SpecError or StorageError."""
+        spec = dataset.spec
+        storage = open_storage(
+            StorageSettings(
+                endpoint_url=spec.storage.endpoint_url,
+                region=spec.storage.region,
+                credentials_dir=spec.storage.credentials_dir,
+            )
+        )
+        encode, tokens = load_tokenizer(storage, spec.tokenizer)
+        return StreamSettings(
+            groups=tuple(_group_config(group, storage) for group in spec.groups),
+            packing=_packing_config(dataset),
+            tokens=tokens,
+            encode=encode,
+            storage=storage,
+            data_seed=spec.sharding.data_seed,
+            global_seed=spec.sharding.global_seed,
+            max_consecutive_drops=spec.drops.max_consecutive,
+        )
+
+    def seed(self, topology: Topology, worker_id: int) -> int:
+        return stream_seed(
+            global_seed=self.global_seed,
+            data_seed=self.data_seed,
+            world_size=topology.world_size,
+            rank=topology.rank,
+            num_workers=topology.num_workers,
+            worker_id=worker_id,
+        )
+
+    def list_units(self, config: GroupConfig) -> list[Any]:
+        """All units of a group, before sharding. Raises SpecError for a type that is no stored one."""
+        stored = STORED_TYPES.get(config.type)
+        if stored is None:
+            raise SpecError(
+                f"group {config.name} has the type {config.type}, which a sidecar does not serve yet",
+                expected=f"one of {', '.join(sorted(STORED_TYPES))}",
+                fix="use bagelplane.packing.PackedDataset for registered types",
+            )
+        return stored.list_units(config, self.storage, random.Random())
+
+
+def open_group(
+    settings: StreamSettings, config: GroupConfig, topology: Topology, worker_id: int, images: ImageLedger
+) -> Group:
+    """One worker's part of a group. Raises DataError when there are fewer units than consumers."""
+    block, _ = shard_to_rank(
+        settings.list_units(config),
+        rng=random.Random(),
+        epoch_seed=settings.data_seed,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        group=config.name,
+    )
+    units, unread = shard_to_worker(
+        block, num_workers=topology.num_workers, worker_id=worker_id, group=config.name
+    )
+    if unread:
+        log.warning("group %s: %d units of rank %d are read by no worker", config.name, unread, topology.rank)
+    stored = STORED_TYPES[config.type]
+    vit = config.image_transform if config.type == "vlm_sft" else config.vit_image_transform
+    return StoredGroup(
+        name=config.name,
+        type_name=config.type,
+        weight=config.weight,
+        mandatory=config.mandatory,
+        units=units,
+        reader=stored.open_reader(config, settings.storage),
+        context=PlanContext(settings.encode, images, vae=config.image_transform, vit=vit, frames=config.frames),
+        worker_id=worker_id,
+    )
+
+
+def _group_config(group: ResourceGroup, storage: Storage) -> GroupConfig:
+    datasets = tuple(
+        DatasetConfig(
+            name=dataset.name,
+            uri=dataset.uri,
+            jsonl_uri=dataset.jsonl_uri or "",
+            images_uri=dataset.images_uri or dataset.uri,
+            row_groups=(
+                read_row_group_counts(storage, dataset.parquet_info_uri, dataset.uri)
+                if dataset.parquet_info_uri
+                else None
+            ),
+            num_used=dataset.num_used_data,
+        )
+        for dataset in group.datasets
+    )
+    return GroupConfig(
+        name=group.name,
+        type=group.type,
+        weight=group.weight,
+        mandatory=group.mandatory,
+        datasets=datasets,
+        image_transform=_transform(group.image_transform),
+        vit_image_transform=_transform(group.vit_image_transform),
+        frames=FrameSampler(group.frame_sampler.min_frames, group.frame_sampler.max_frames),
+        shuffle_lines=group.shuffle_lines,
+        shuffle_seed=group.shuffle_seed,
+    )
+
+
+def _transform(transform: ResourceTransform | None) -> ImageTransform | None:
+    if transform is None:
+        return None
+    rule = ResizeRule(transform.stride, transform.max_size, transform.min_size, transform.max_pixels)
+    return ImageTransform(rule)
+
+
+def _packing_config(dataset: BagelDataset) -> PackingConfig:
+    spec = dataset.spec
+    budgets, conditioning, model = spec.budgets, spec.conditioning, spec.model
+    return PackingConfig(
+        expected_tokens=budgets.expected_tokens,
+        max_tokens=budgets.max_tokens,
+        max_tokens_per_sample=budgets.max_tokens_per_sample,
+        prefer_buffer_before=budgets.prefer_buffer_before,
+        max_buffer_size=budgets.max_buffer_size,
+        interpolate_positions=model.interpolate_positions,
+        use_flex=budgets.use_flex,
+        text_dropout=conditioning.text_dropout,
+        vit_dropout=conditioning.vit_dropout,
+        vae_dropout=conditioning.vae_dropout,
+        vae_downsample=model.vae_image_downsample,
+        max_latent_size=model.max_latent_size,
+        vit_patch_size=model.vit_patch_size,
+        max_patches_per_side=model.max_patches_per_side,
+    )

@@ -1,0 +1,102 @@
+"""unified_edit: Parquet files with `image_list` (n encoded images) and `instruction_list` (n - 1 lists) a row."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from typing import Any
+
+from bagelplane.engine.rng import Draws
+from bagelplane.engine.samples import EditRow, PlanContext, Sample, plan_edit
+from bagelplane.engine.sharding import repeat_to_count
+from bagelplane.errors import SpecError
+from bagelplane.sources.config import DatasetConfig, GroupConfig
+from bagelplane.sources.parquet import Column, ParquetReader, list_parquet
+from bagelplane.sources.text_to_image import image_of_value
+from bagelplane.storage import Storage, join_uri
+
+log = logging.getLogger(__name__)
+
+_COLUMNS = ["image_list", "instruction_list"]
+
+
+def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> list[Any]:
+    """(file, row group) pairs. Files are repeated or cut to `num_used` first."""
+    units: list[Any] = []
+    for dataset in config.datasets:
+        files = list_parquet(storage, dataset.uri)
+        counts = _row_group_counts(dataset, files, storage)
+        for file in repeat_to_count(files, len(files) if dataset.num_used is None else dataset.num_used):
+            units += [(file, row_group) for row_group in range(counts.get(file, 0))]
+    return units
+
+
+def _row_group_counts(dataset: DatasetConfig, files: list[str], storage: Storage) -> dict[str, int]:
+    if dataset.row_groups is None:
+        reader = ParquetReader(storage, _COLUMNS)
+        return {file: reader.num_row_groups(file) for file in files}
+    unknown = sorted(set(files) - set(dataset.row_groups))
+    if unknown:
+        log.warning(
+            "data set %s: %d of %d files are not in its parquet info and are not read, the first is %s",
+            dataset.name, len(unknown), len(files), unknown[0],
+        )  # fmt: skip
+    return dataset.row_groups
+
+
+def read_row_group_counts(storage: Storage, uri: str, folder: str) -> dict[str, int]:
+    """Row groups by file URI, from a `parquet_info` JSON file: `{path: {"num_row_groups": n, ...}}`.
+
+    A path is a full URI, or relative to the info file or to the data set's folder.
+    """
+    try:
+        info = json.loads(storage.read_bytes(uri))
+        counts = {str(path): int(entry["num_row_groups"]) for path, entry in info.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SpecError(
+            f"{uri} is no parquet info",
+            got=f"{type(error).__name__}: {error}",
+            expected='{"path of a file": {"num_row_groups": n}, ...}',
+            fix="write it anew, or leave parquetInfo out: the files' footers are asked then",
+        ) from None
+    bases = (folder, uri.rsplit("/", 1)[0])
+    by_uri: dict[str, int] = {}
+    for file in list_parquet(storage, folder):
+        for path, count in counts.items():
+            if file == path or any(file == join_uri(base, path.removeprefix("./")) for base in bases):
+                by_uri[file] = count
+    return by_uri
+
+
+class EditReader:
+    """One block a unit; `data_indexes` are [unit, row in its row group]."""
+
+    def __init__(self, config: GroupConfig, storage: Storage) -> None:
+        self._parquet = ParquetReader(storage, _COLUMNS)
+
+    def read_block(self, unit: tuple[str, int], block: int) -> EditBlock | None:
+        if block > 0:
+            return None
+        uri, row_group = unit
+        table = self._parquet.read_row_group(uri, row_group)
+        return None if table is None else EditBlock(table, f"{uri}#{row_group}")
+
+    def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
+        return [unit, row]
+
+
+class EditBlock:
+    def __init__(self, table: Any, name: str) -> None:
+        self._name, self._length = name, table.num_rows
+        self._images, self._instructions = Column(table, "image_list"), Column(table, "instruction_list")
+
+    def __len__(self) -> int:
+        return int(self._length)
+
+    def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
+        values = self._images[row]
+        images = None
+        if isinstance(values, list):
+            images = [image_of_value(f"{self._name}/{row}/{place}", value) for place, value in enumerate(values)]
+        return plan_edit(EditRow(images, self._instructions[row]), context, draws)

@@ -1,0 +1,123 @@
+"""The engine's Group over stored units: walk the worker's own list of units, row by row, for ever."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from bagelplane.engine.rng import Draws, LiveDraws, ReplayedDraws, StreamRandom
+from bagelplane.engine.samples import PlanContext, Sample
+from bagelplane.errors import DataError
+
+_CACHED_BLOCKS = 2  # the one being walked, and one for replaying buffered rows
+
+
+class Block(Protocol):
+    """Rows read together: a row group, or one line."""
+
+    def __len__(self) -> int: ...
+
+    def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
+        """Row `row` as a sample. Raises RowDropped."""
+        ...
+
+
+class UnitReader(Protocol):
+    """How the units of one group type are read."""
+
+    def read_block(self, unit: Any, block: int) -> Block | None:
+        """Block `block` of a unit; None when the unit has no such block."""
+        ...
+
+    def data_indexes(self, unit: int, block: int, row: int) -> Any:
+        """What the yielded `data_indexes` of a row are; `unit` counts in the worker's own list."""
+        ...
+
+
+class StoredGroup:
+    """One group's rows for one logical worker. A position is [unit, block, row] of the row to come."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        type_name: str,
+        weight: float,
+        mandatory: bool,
+        units: Sequence[Any],
+        reader: UnitReader,
+        context: PlanContext,
+        worker_id: int,
+    ) -> None:
+        self.name, self.weight, self.mandatory = name, weight, mandatory
+        self._type_name, self._worker_id = type_name, worker_id
+        self._units, self._reader, self._context = units, reader, context
+        self._position = (0, 0, 0)
+        self._blocks: OrderedDict[tuple[int, int], Block | None] = OrderedDict()
+
+    def mark(self) -> list[int]:
+        return list(self._position)
+
+    def restore(self, mark: Sequence[int]) -> None:
+        unit, block, row = (int(number) for number in mark)
+        if not 0 <= unit < len(self._units) or block < 0 or row < 0:
+            raise ValueError(f"group {self.name}: position {list(mark)} lies outside of {len(self._units)} units")
+        self._position = (unit, block, row)
+
+    def draw(self, rng: StreamRandom) -> Sample:
+        unit, block, row = self._next_row()
+        # The position moves first: a row that is dropped is not read again.
+        self._position = (unit, block, row + 1)
+        return self._plan(unit, block, row, LiveDraws(rng))
+
+    def _plan(self, unit: int, block: int, row: int, draws: Draws) -> Sample:
+        rows = self._block(unit, block)
+        assert rows is not None
+        sample = rows.plan(row, self._context, draws)
+        sample.group, sample.worker_id = self._type_name, self._worker_id
+        sample.data_indexes = self._reader.data_indexes(unit, block, row)
+        sample.reference = {"row": [unit, block, row], "draws": draws.outcomes}
+        return sample
+
+    def _next_row(self) -> tuple[int, int, int]:
+        """The first row at or after the position, over the end of the list and on from its beginning."""
+        unit, block, row = self._position
+        wraps = 0
+        while True:
+            rows = self._block(unit, block)
+            if rows is None:
+                unit, block, row = unit + 1, 0, 0
+                if unit == len(self._units):
+                    unit, wraps = 0, wraps + 1
+                if wraps > 1:
+                    raise DataError(
+                        f"group {self.name} has no rows",
+                        got=f"{len(self._units)} files or row groups for this worker, all empty",
+                        fix="look at the files; they hold a schema and nothing else",
+                    )
+            elif row >= len(rows):
+                block, row = block + 1, 0
+            else:
+                return unit, block, row
+
+    def _block(self, unit: int, block: int) -> Block | None:
+        key = (unit, block)
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        while len(self._blocks) >= _CACHED_BLOCKS:
+            self._blocks.popitem(last=False)
+        rows = self._reader.read_block(self._units[unit], block)
+        self._blocks[key] = rows
+        return rows
+
+    def to_reference(self, sample: Sample) -> dict[str, Any]:
+        assert sample.reference is not None
+        return sample.reference
+
+    def from_reference(self, reference: dict[str, Any]) -> Sample:
+        unit, block, row = (int(number) for number in reference["row"])
+        if not 0 <= unit < len(self._units) or (rows := self._block(unit, block)) is None or not 0 <= row < len(rows):
+            raise ValueError(f"group {self.name}: buffered row {reference['row']} does not exist")
+        return self._plan(unit, block, row, ReplayedDraws(list(reference["draws"])))

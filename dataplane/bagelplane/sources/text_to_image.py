@@ -1,0 +1,61 @@
+"""t2i_pretrain: Parquet files with an `image` (encoded bytes) and `captions` (JSON object of texts) a row."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from bagelplane.engine.rng import Draws
+from bagelplane.engine.samples import PlanContext, Sample, TextToImageRow, UnreadableImage, plan_text_to_image
+from bagelplane.engine.sharding import repeat_to_count
+from bagelplane.sources.config import GroupConfig
+from bagelplane.sources.parquet import Column, ParquetReader, list_parquet
+from bagelplane.sources.stored_image import StoredImage
+from bagelplane.storage import Storage
+
+
+def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> list[Any]:
+    """File URIs, repeated or cut to each data set's `num_used`."""
+    units = []
+    for dataset in config.datasets:
+        files = list_parquet(storage, dataset.uri)
+        units += repeat_to_count(files, len(files) if dataset.num_used is None else dataset.num_used)
+    return units
+
+
+class TextToImageReader:
+    """Row groups of a file are blocks; `data_indexes` are [file, row group, row]."""
+
+    def __init__(self, config: GroupConfig, storage: Storage) -> None:
+        self._parquet = ParquetReader(storage, ["image", "captions"])
+
+    def read_block(self, unit: str, block: int) -> TextToImageBlock | None:
+        table = self._parquet.read_row_group(unit, block)
+        return None if table is None else TextToImageBlock(table, f"{unit}#{block}")
+
+    def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
+        return [unit, block, row]
+
+
+class TextToImageBlock:
+    def __init__(self, table: Any, name: str) -> None:
+        self._name, self._length = name, table.num_rows
+        self._images, self._captions = Column(table, "image"), Column(table, "captions")
+
+    def __len__(self) -> int:
+        return int(self._length)
+
+    def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
+        image = image_of_value(f"{self._name}/{row}", self._images[row])
+        return plan_text_to_image(TextToImageRow(image, self._captions[row]), context, draws)
+
+
+def image_of_value(key: str, value: Any) -> StoredImage:
+    """An image of a Parquet value: encoded bytes; anything else does not open."""
+
+    def load() -> bytes:
+        if not isinstance(value, bytes):
+            raise UnreadableImage(f"{key}: a {type(value).__name__} instead of encoded bytes")
+        return value
+
+    return StoredImage(key, load)

@@ -1,0 +1,62 @@
+"""The tokenizer of a resource: a `tokenizer.json`, and the four tokens around texts and images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bagelplane.engine.packer import SpecialTokens
+from bagelplane.errors import SpecError
+from bagelplane.spec import Tokenizer as ResourceTokenizer
+from bagelplane.storage import Storage
+
+
+def load_tokenizer(
+    storage: Storage, settings: ResourceTokenizer
+) -> tuple[Callable[[str], Sequence[int]], SpecialTokens]:
+    """How to encode a text, and the special ids. Raises SpecError for a file that is no tokenizer."""
+    data = storage.read_bytes(settings.uri)
+    try:
+        tokenizer = Tokenizer.from_str(data.decode("utf-8"))
+    # The binding raises plain Exception for whatever it does not like.
+    except Exception as error:
+        raise SpecError(
+            f"spec.tokenizer.uri: {settings.uri} is no tokenizer file",
+            got=f"{len(data)} bytes, {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            expected="a tokenizer.json as the tokenizers library writes it",
+            fix="name the tokenizer.json of the model",
+        ) from None
+    names = settings.special_tokens
+    tokens = SpecialTokens(
+        bos=_token_id(tokenizer, "bos", names.bos),
+        eos=_token_id(tokenizer, "eos", names.eos),
+        start_of_image=_token_id(tokenizer, "startOfImage", names.start_of_image),
+        end_of_image=_token_id(tokenizer, "endOfImage", names.end_of_image),
+    )
+    return text_encoder(tokenizer), tokens
+
+
+def _token_id(tokenizer: Tokenizer, field: str, token: str | int) -> int:
+    if isinstance(token, int):
+        return token
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise SpecError(
+            f"spec.tokenizer.specialTokens.{field}: {token!r} is not in the tokenizer",
+            got=f"a vocabulary of {tokenizer.get_vocab_size()} tokens without it",
+            fix="write a token that the tokenizer has, or the id itself",
+        )
+    return int(token_id)
+
+
+def text_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """`encode` of anything that gives a list of ids, or an object with `.ids` as the tokenizers library does."""
+
+    def encode(text: str) -> Sequence[int]:
+        encoded = tokenizer.encode(text)
+        ids: Sequence[int] = getattr(encoded, "ids", encoded)
+        return ids
+
+    return encode

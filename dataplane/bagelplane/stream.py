@@ -1,0 +1,358 @@
+"""One rank's stream of packs: its logical workers' planners, and the pixels of what they planned.
+
+A `WorkerStream` plans ahead in the calling thread while decode threads fill the pack before. What an image does
+that opens but does not decode is settled here, before a pack is handed over: in the `Automodel` profile every
+image opened for the plan is decoded; when one fails the planner goes back to where the pack began, with that
+image known as bad, and plans again (STREAM, Plan first).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bagelplane.engine.drops import Drop, DropLog
+from bagelplane.engine.layout import build_pack
+from bagelplane.engine.pack import Pack
+from bagelplane.engine.packer import SpecialTokens
+from bagelplane.engine.planner import Mark, PackPlan, PackPlanner
+from bagelplane.engine.profile import AUTOMODEL
+from bagelplane.engine.rng import StreamRandom
+from bagelplane.engine.samples import ImageLedger, PlannedImage
+from bagelplane.errors import BagelplaneError, SnapshotError
+from bagelplane.images import ImageError, configure_pillow, resize_into
+from bagelplane.settings import StreamSettings, open_group
+from bagelplane.spec import BagelDataset
+from bagelplane.topology import Topology
+
+log = logging.getLogger(__name__)
+
+Allocate = Callable[[Pack], Sequence[np.ndarray]]
+OnBadImages = Callable[[Mapping[str, str]], None]
+
+STATE_VERSION = 1
+MAX_KNOWN_BAD_IN_STATE = 200
+"""A state stays small: the newest bad images travel with it, the whole set is durable beside the snapshots, and
+one that is missing is found again by decoding.
+"""
+
+
+@dataclass(slots=True)
+class _Prepared:
+    plan: PackPlan
+    pack: Pack
+    images: list[PlannedImage]
+
+
+class WorkerStream:
+    """Packs of one logical worker. Owned by one thread; `pool` may be shared with other workers of the rank."""
+
+    def __init__(
+        self,
+        *,
+        planner: PackPlanner,
+        ledger: ImageLedger,
+        tokens: SpecialTokens,
+        drops: DropLog,
+        pool: ThreadPoolExecutor | None = None,
+        on_bad_images: OnBadImages | None = None,
+    ) -> None:
+        self._planner, self._ledger, self._tokens = planner, ledger, tokens
+        self._drops, self._pool, self._on_bad_images = drops, pool, on_bad_images
+        self._ahead: _Prepared | None = None
+        self._mark: Mark = planner.mark()
+        self._pending: PackPlan | None = None
+
+    def next_pack(self, allocate: Allocate) -> tuple[Pack, Sequence[Any]]:
+        """The next pack, its pixels in the arrays that `allocate` gave for its `image_shapes`.
+
+        `allocate` is called once more for each time that a bad image voids the plan. Raises DataError when a
+        group gives nothing but drops. `pack.step` counts this worker's packs; `pack.state` is left empty.
+        """
+        verified: set[str] = set()
+        while True:
+            prepared = self._ahead or self._prepare()
+            self._ahead = None
+            self._pending = prepared.plan
+            pixels = allocate(prepared.pack)
+            bad = self._decode(prepared, pixels, verified)
+            if not bad:
+                self._mark = prepared.plan.after
+                for drop in prepared.plan.drops:
+                    self._drops.record(drop)
+                return prepared.pack, pixels
+            self._note_bad(bad)
+            self._ahead = None
+            self._planner.restore(prepared.plan.before)
+
+    def skip_pack(self, *, verify: bool) -> int:
+        """Plan one pack without making it; its sequence length. `verify` decodes the images it rests on."""
+        verified: set[str] = set()
+        while True:
+            prepared = self._ahead
+            plan = prepared.plan if prepared else self._planner.plan()
+            self._ahead = None
+            bad = self._run({key: [] for key in plan.opened if key not in verified}, plan, verified) if verify else {}
+            if not bad:
+                self._mark = plan.after
+                return plan.pack.length
+            self._note_bad(bad)
+            self._planner.restore(plan.before)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state after the last pack handed over."""
+        return self._planner.state_to_json(self._mark)
+
+    def planned(self) -> tuple[dict[str, Any], list[Drop]]:
+        """Of the pack that `next_pack` is making: the JSON-able state after it, and what it drops."""
+        assert self._pending is not None
+        return self._planner.state_to_json(self._pending.after), self._pending.drops
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue after the pack that `state` was taken after. Raises SnapshotError."""
+        self._ahead = None
+        self._planner.state_from_json(state)
+        self._mark = self._planner.mark()
+
+    def _prepare(self) -> _Prepared:
+        plan = self._planner.plan()
+        pack, images = build_pack(
+            plan.pack.placed,
+            step=plan.before.packs,
+            length=plan.pack.length,
+            data_indexes=plan.pack.data_indexes(),
+            config=self._planner.config,
+            tokens=self._tokens,
+        )
+        return _Prepared(plan, pack, images)
+
+    def _decode(self, prepared: _Prepared, pixels: Sequence[Any], verified: set[str]) -> dict[str, str]:
+        """Fill `pixels`, decode what else was opened, plan the next pack meanwhile; causes of failure by key."""
+        targets: dict[str, list[np.ndarray]] = {}
+        sources = dict(prepared.plan.opened)
+        for image, target in zip(prepared.images, pixels, strict=True):
+            if hasattr(image.source, "decode"):
+                targets.setdefault(image.source.key, []).append(target)
+                sources[image.source.key] = image.source
+        for key in prepared.plan.opened:
+            if key not in verified:
+                targets.setdefault(key, [])
+        return self._run(targets, prepared.plan, verified, sources, plan_ahead=True)
+
+    def _run(
+        self,
+        targets: Mapping[str, list[np.ndarray]],
+        plan: PackPlan,
+        verified: set[str],
+        sources: Mapping[str, Any] | None = None,
+        *,
+        plan_ahead: bool = False,
+    ) -> dict[str, str]:
+        sources = plan.opened if sources is None else sources
+        bad: dict[str, str] = {}
+
+        def settle(key: str, cause: str | None) -> None:
+            if cause is None:
+                verified.add(key)
+            else:
+                bad[key] = cause
+
+        if self._pool is None:
+            for key, arrays in targets.items():
+                settle(key, _decode_into(sources[key], arrays))
+            return bad
+        futures: dict[str, Future[str | None]] = {
+            key: self._pool.submit(_decode_into, sources[key], arrays) for key, arrays in targets.items()
+        }
+        if plan_ahead:
+            self._plan_ahead()
+        for key, future in futures.items():
+            settle(key, future.result())
+        return bad
+
+    def _plan_ahead(self) -> None:
+        try:
+            self._ahead = self._prepare()
+        except BagelplaneError:
+            # The pack at hand is good. Planning again with the next call raises this where it belongs.
+            self._ahead = None
+
+    def _note_bad(self, bad: dict[str, str]) -> None:
+        for key, cause in bad.items():
+            log.warning("image %s opens but does not decode (%s); planning this pack again without it", key, cause)
+        self._ledger.known_bad.update(bad)
+        if self._on_bad_images is not None:
+            self._on_bad_images(bad)
+
+
+def _decode_into(source: Any, targets: Sequence[np.ndarray]) -> str | None:
+    """Decode once, resize to each target; the cause when it does not decode."""
+    try:
+        image = source.decode()
+        for target in targets:
+            resize_into(image, target)
+    except ImageError as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+class RankStream:
+    """A rank's packs: its logical workers' streams in turn, worker 0 first. Owned by one thread."""
+
+    def __init__(
+        self, workers: Sequence[WorkerStream], topology: Topology, drops: DropLog, known_bad: dict[str, str],
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:  # fmt: skip
+        self._workers, self._topology, self._drops = list(workers), topology, drops
+        self._known_bad, self._pool = known_bad, pool
+        self._worker_states = [worker.state() for worker in self._workers]
+        self.step = 0
+
+    def next_pack(self, allocate: Allocate) -> Pack:
+        """The rank's next pack with its state, pixels in place (see `WorkerStream.next_pack`)."""
+        step, number = self.step, self.step % len(self._workers)
+
+        def allocate_numbered(pack: Pack) -> Sequence[np.ndarray]:
+            pack.step = step
+            # The states of a pack to be are known before its pixels: a record's size depends on them.
+            self._worker_states[number], drops = self._workers[number].planned()
+            pack.state = self._state(step + 1, drops)
+            return allocate(pack)
+
+        pack, _ = self._workers[number].next_pack(allocate_numbered)
+        self.step += 1
+        return pack
+
+    def skip_to(
+        self, step: int, *, verify: bool = True, on_progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Plan forward until `step` packs lie behind, without making them.
+
+        `verify` decodes (and does not resize) the images that the plans rest on, as the Automodel profile needs
+        where bad images are not known yet. Raises SnapshotError when `step` lies behind already.
+        """
+        if step < self.step:
+            raise SnapshotError(
+                "a stream cannot go back", got=f"step {step}", expected=f"at least {self.step}", fix="use an older state"
+            )
+        while self.step < step:
+            number = self.step % len(self._workers)
+            self._workers[number].skip_pack(verify=verify)
+            self.step += 1
+            if on_progress is not None:
+                on_progress(self.step)
+        self._worker_states = [worker.state() for worker in self._workers]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state after `step` packs."""
+        return self._state(self.step)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises SnapshotError, naming both sides where they differ."""
+        expected = _topology_json(self._topology)
+        if state.get("version") != STATE_VERSION or state.get("topology") != expected:
+            raise SnapshotError(
+                "a state of another topology or format",
+                got=f"version {state.get('version')}, {state.get('topology')}",
+                expected=f"version {STATE_VERSION}, {expected}",
+                fix="resume on the same ranks and workers (sharding.mode Bagel is bound to them)",
+            )
+        self._known_bad.update(state.get("known_bad", {}))
+        for worker, part in zip(self._workers, state["workers"], strict=True):
+            worker.load_state(part)
+        self._drops.load_json(state.get("drops", {}))
+        self._worker_states = [worker.state() for worker in self._workers]
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """End the decode threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _state(self, step: int, drops: Iterable[Drop] = ()) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "step": step,
+            "topology": _topology_json(self._topology),
+            "workers": list(self._worker_states),
+            "known_bad": dict(list(self._known_bad.items())[-MAX_KNOWN_BAD_IN_STATE:]),
+            "drops": self._drops.as_json(drops),
+        }
+
+
+def _topology_json(topology: Topology) -> dict[str, int]:
+    return {"rank": topology.rank, "world_size": topology.world_size, "num_workers": topology.num_workers}
+
+
+def open_rank_stream(
+    dataset: BagelDataset,
+    topology: Topology,
+    *,
+    state: Mapping[str, Any] | None = None,
+    decode_threads: int = 1,
+    known_bad: Mapping[str, str] | None = None,
+    on_bad_images: OnBadImages | None = None,
+) -> RankStream:
+    """The stream that `dataset` declares for one rank, at its beginning or where `state` was taken.
+
+    `known_bad` are images found undecodable before (key to cause); `on_bad_images` is called with new ones
+    before a pack planned without them is handed over, so that it can make them durable.
+    Raises SpecError, StorageError, DataError or SnapshotError.
+    """
+    settings = StreamSettings.from_resource(dataset)
+    bad = dict(known_bad or {})
+    pool = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode") if decode_threads else None
+    drops = DropLog(log)
+    workers = [
+        open_worker_stream(
+            settings, topology, worker_id, known_bad=bad, drops=drops, pool=pool, on_bad_images=on_bad_images
+        )
+        for worker_id in range(max(1, topology.num_workers))
+    ]
+    stream = RankStream(workers, topology, drops, bad, pool)
+    if state is not None:
+        stream.load_state(state)
+    return stream
+
+
+def open_worker_stream(
+    settings: StreamSettings,
+    topology: Topology,
+    worker_id: int,
+    *,
+    known_bad: dict[str, str],
+    drops: DropLog,
+    pool: ThreadPoolExecutor | None = None,
+    on_bad_images: OnBadImages | None = None,
+) -> WorkerStream:
+    """One logical worker's stream from its own part of the data."""
+    configure_pillow()
+    ledger = ImageLedger(known_bad)
+    planner = PackPlanner(
+        config=settings.packing,
+        groups=[open_group(settings, config, topology, worker_id, ledger) for config in settings.groups],
+        rng=StreamRandom(settings.seed(topology, worker_id)),
+        images=ledger,
+        profile=AUTOMODEL,
+        max_consecutive_drops=settings.max_consecutive_drops,
+    )
+    return WorkerStream(
+        planner=planner, ledger=ledger, tokens=settings.tokens, drops=drops, pool=pool, on_bad_images=on_bad_images
+    )
+
+
+def check_sources(dataset: BagelDataset, world_size: int = 1) -> dict[str, int]:
+    """Units by group, after a look at everything that a rank opens at its start: storage, tokenizer, listings.
+
+    Raises what `open_rank_stream` would, so that a wrong resource is refused before a trainer waits for it.
+    """
+    settings = StreamSettings.from_resource(dataset)
+    num_workers = dataset.spec.sharding.workers_per_rank
+    for config in settings.groups:
+        open_group(settings, config, Topology(0, world_size, num_workers), 0, ImageLedger())
+    return {config.name: len(settings.list_units(config)) for config in settings.groups}
