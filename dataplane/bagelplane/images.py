@@ -1,0 +1,223 @@
+"""From the bytes of an image to RGB pixels of a planned size: the one place that knows Pillow.
+
+Three steps, each usable alone: the size from the header, the decoded image, the pixels in a buffer that is
+given. Colour follows the recorded streams (Automodel profile): alpha is laid on white, everything else is
+Pillow's plain conversion, the first frame of several counts, EXIF orientation is ignored, truncated pixels
+load.
+
+Every function may run in any number of threads; Pillow releases the GIL while it decodes and resizes.
+Pillow's limits are process-wide: they are set when the first image is looked at, or earlier by
+`configure_pillow`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import threading
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
+
+PIXEL_LIMIT = 200_000_000
+"""Pillow's limit in pixels; as with Pillow, images are refused above twice that."""
+
+TEXT_CHUNK_LIMIT_BYTES = 1 << 30
+
+_CAUSE_LIMIT_CHARACTERS = 160
+
+# Formats whose `size` after opening is known to be that of the decoded image. Others (icons hold several
+# images, and say the size of another than they decode) are decoded to be sure.
+_HEADER_IS_EXACT = frozenset(
+    {"AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "QOI", "TGA", "TIFF"}
+    | {"WEBP"}
+)
+
+# Pillow hands these to Ghostscript, an external interpreter: not for bytes out of a data set.
+_REFUSED_FORMATS = frozenset({"EPS"})
+
+_JPEG_PREFIX = b"\xff\xd8\xff"
+_JPEG_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
+_JPEG_STEPPED_OVER = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})  # tables, comment, APPn
+_PNG_PREFIX = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
+
+# (bit depth, colour type) pairs that PNG defines.
+_PNG_KINDS = frozenset(
+    {(depth, 0) for depth in (1, 2, 4, 8, 16)}
+    | {(depth, 3) for depth in (1, 2, 4, 8)}
+    | {(depth, kind) for depth in (8, 16) for kind in (2, 4, 6)}
+)
+
+# Only one thread at a time may exchange the process's warning filters.
+_WARNING_FILTERS = threading.Lock()
+
+_Result = TypeVar("_Result")
+
+
+class ImageError(Exception):
+    """An image does not open or does not decode; the text says why, without the image's name."""
+
+
+def configure_pillow() -> None:
+    """Sets Pillow's process-wide limits to those of the recorded streams, and loads all of its formats."""
+    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    Image.MAX_IMAGE_PIXELS = PIXEL_LIMIT
+    PngImagePlugin.MAX_TEXT_CHUNK = TEXT_CHUNK_LIMIT_BYTES
+    # Left to itself, Pillow does this at the first image of a rare format; a second thread that opens one
+    # meanwhile is told that there is no such format.
+    Image.init()
+
+
+# Once a process, however often images are looked at.
+_configure_once = functools.cache(configure_pillow)
+
+
+def header_size(data: bytes) -> tuple[int, int]:
+    """(width, height) in pixels that `decode_rgb` will give, from the header alone. Raises ImageError.
+
+    Plain JPEG and PNG are read here, without Pillow (some twenty times as fast); whatever is unusual about
+    them, and all other formats, goes to Pillow. An image that opens may still not decode.
+    """
+    size = _png_size(data) if data[:1] == b"\x89" else _jpeg_size(data)
+    if size is None:
+        size = _guarded(_opened_size, data)
+    _check_size(*size)
+    return size
+
+
+def decode_rgb(data: bytes) -> Image.Image:
+    """The decoded image in mode RGB. Raises ImageError, and nothing else, whatever is wrong with `data`."""
+    return _guarded(_decode, data)
+
+
+def resize_into(image: Image.Image, out: np.ndarray) -> None:
+    """Writes RGB `image`, resized to `out` (BICUBIC), into `out`: uint8 [h, w, 3], C-contiguous.
+
+    An image of that size already is copied unchanged, as Pillow does.
+    """
+    height, width = out.shape[:2]
+    if image.mode != "RGB" or out.shape != (height, width, 3) or out.dtype != np.uint8:
+        raise ValueError(f"cannot write a {image.mode} image into {out.dtype} {out.shape}")
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    # Pillow keeps four bytes a pixel. Its own packing, then one copy, is faster than all that NumPy can do
+    # with a view of those (two to ten times as long), and a hundredth of decoding and resizing.
+    np.copyto(out, np.frombuffer(image.tobytes(), dtype=np.uint8).reshape(height, width, 3))
+
+
+def _decode(data: bytes) -> Image.Image:
+    image = _open(data)
+    _check_size(*image.size)
+    # Both are asked before loading: loading may turn a palette into colours.
+    if image.mode == "RGBA" or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        ground = Image.new("RGB", rgba.size, (255, 255, 255))
+        ground.paste(rgba, mask=rgba)
+        return ground
+    image.load()
+    # Converting RGB to RGB would be a copy of all pixels.
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _opened_size(data: bytes) -> tuple[int, int]:
+    image = _open(data)
+    if image.format not in _HEADER_IS_EXACT:
+        _check_size(*image.size)
+        image.load()
+    return image.size
+
+
+def _open(data: bytes) -> ImageFile.ImageFile:
+    if not data:
+        raise ImageError("no bytes")
+    image = Image.open(io.BytesIO(data))
+    if image.format in _REFUSED_FORMATS:
+        raise ImageError(f"{image.format} is not opened: it would run an external program")
+    return image
+
+
+def _guarded(action: Callable[[bytes], _Result], data: bytes) -> _Result:
+    """`action(data)`, with whatever Pillow raises turned into an ImageError."""
+    _configure_once()
+    try:
+        try:
+            return action(data)
+        except Warning:
+            # The process turns warnings into errors, and Pillow warned (say, of more than 200 M pixels). What
+            # is an image must not depend on that.
+            with _WARNING_FILTERS, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return action(data)
+    except ImageError:
+        raise
+    except Exception as error:
+        raise ImageError(_cause(error)) from error
+
+
+def _cause(error: Exception) -> str:
+    """A short reason that is the same for the same bytes: it is kept in snapshots."""
+    if isinstance(error, UnidentifiedImageError):
+        return "no known image format, or its header is damaged"
+    text = re.sub(r"<[^<>]* at 0x[0-9a-f]+>", "the image", str(error))
+    return f"{type(error).__name__}: {text}"[:_CAUSE_LIMIT_CHARACTERS]
+
+
+def _check_size(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise ImageError(f"no pixels: {width}x{height}")
+    if width * height > 2 * PIXEL_LIMIT:
+        raise ImageError(f"{width}x{height} pixels, more than the limit of {2 * PIXEL_LIMIT:,}")
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Size from the frame header of a plain baseline or progressive JPEG, None if anything is unusual.
+
+    Walks the segments up to the start of the scan, as decoders do: thumbnails inside a segment are stepped
+    over, and a header that ends early is for Pillow to judge.
+    """
+    if data[:3] != _JPEG_PREFIX:
+        return None
+    size = None
+    position, last = 2, len(data) - 4
+    while position <= last:
+        if data[position] != 0xFF:
+            return None
+        marker = data[position + 1]
+        if marker == 0xFF:  # a fill byte
+            position += 1
+            continue
+        if marker == 0xDA:  # start of scan
+            return size
+        length = data[position + 2] << 8 | data[position + 3]
+        body = position + 4
+        position += 2 + length
+        if marker in _JPEG_FRAMES and size is None:
+            size = _frame_size(data[body:position])
+            if size is None:
+                return None
+        elif marker not in _JPEG_STEPPED_OVER or length < 2:
+            return None
+    return None
+
+
+def _frame_size(frame: bytes) -> tuple[int, int] | None:
+    components = frame[5] if len(frame) > 5 else 0
+    if components not in {1, 3, 4} or len(frame) != 6 + 3 * components or frame[0] != 8:
+        return None
+    return frame[3] << 8 | frame[4], frame[1] << 8 | frame[2]
+
+
+def _png_size(data: bytes) -> tuple[int, int] | None:
+    """Size from the header chunk of a PNG, None if anything is unusual."""
+    header = data[:33]
+    if len(header) < 33 or header[:16] != _PNG_PREFIX:
+        return None
+    plain = (header[24], header[25]) in _PNG_KINDS and header[26] == header[27] == 0
+    if not plain or zlib.crc32(header[12:29]) != int.from_bytes(header[29:33], "big"):
+        return None
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
