@@ -97,7 +97,10 @@ def _add_image(
         arrays.add("packed_vit_token_indexes", inside)
         arrays.add("vit_token_seqlens", [len(inside)])
     else:
-        arrays.add("packed_latent_position_ids", grid_positions(rows, columns, config.max_latent_size, False))
+        arrays.add(
+            "packed_latent_position_ids",
+            grid_positions(rows, columns, config.max_latent_size, config.interpolate_positions),
+        )
         arrays.add("packed_vae_token_indexes", inside)
         arrays.add("packed_timesteps", np.full(len(inside), segment.timestep))
         if segment.item.loss == 1:

@@ -117,22 +117,20 @@ def place_sample(sample: Sample, *, start: int, config: PackingConfig, rng: Stre
         placed.segments.append(
             Segment(item, current, length, rope, positions, ids=ids, image=image, timestep=timestep)
         )
-        _record_mode(placed, item)
         current += length
         rope = _advance_rope(rope, item, split_length)
         if item.split_end:
             placed.split_lens.append(split_length)
+            placed.attn_modes.append(_attention_mode(item))
     placed.end = current
     return placed
 
 
-def _record_mode(placed: PlacedSample, item: PlanItem) -> None:
+def _attention_mode(item: PlanItem) -> str:
+    """The mode of the split that `item` ends."""
     if item.kind == "text":
-        placed.attn_modes.append("causal")
-    elif item.kind == "vit_image":
-        placed.attn_modes.append("full")
-    elif item.split_start:
-        placed.attn_modes.append("noise" if item.loss == 1 and item.frame_delta is None else "full")
+        return "causal"
+    return "noise" if item.kind == "vae_image" and item.loss == 1 and item.frame_delta is None else "full"
 
 
 def _advance_rope(rope: int, item: PlanItem, split_length: int) -> int:
