@@ -41,7 +41,6 @@ _HEADER_IS_EXACT = frozenset(
 # Pillow hands these to Ghostscript, an external interpreter: not for bytes out of a data set.
 _REFUSED_FORMATS = frozenset({"EPS"})
 
-_JPEG_PREFIX = b"\xff\xd8\xff"
 _JPEG_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
 _JPEG_STEPPED_OVER = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})  # tables, comment, APPn
 _PNG_PREFIX = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
@@ -80,10 +79,11 @@ _configure_once = functools.cache(configure_pillow)
 def header_size(data: bytes) -> tuple[int, int]:
     """(width, height) in pixels that `decode_rgb` will give, from the header alone. Raises ImageError.
 
-    Plain JPEG and PNG are read here, without Pillow (some twenty times as fast); whatever is unusual about
-    them, and all other formats, goes to Pillow. An image that opens may still not decode.
+    Plain JPEG, PNG and WebP are read here, without Pillow (ten times as fast, WebP a hundred); whatever is
+    unusual about them, and all other formats, goes to Pillow. An image that opens may still not decode.
     """
-    size = _png_size(data) if data[:1] == b"\x89" else _jpeg_size(data)
+    parse = _PARSERS.get(data[:4])
+    size = parse(data) if parse else None
     if size is None:
         size = _guarded(_opened_size, data)
     _check_size(*size)
@@ -105,8 +105,8 @@ def resize_into(image: Image.Image, out: np.ndarray) -> None:
         raise ValueError(f"cannot write a {image.mode} image into {out.dtype} {out.shape}")
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
-    # Pillow keeps four bytes a pixel. Its own packing, then one copy, is faster than all that NumPy can do
-    # with a view of those (two to ten times as long), and a hundredth of decoding and resizing.
+    # Pillow keeps four bytes a pixel. Its own packing and one copy take a fiftieth of decoding and resizing;
+    # copying out of an Arrow view of the four takes NumPy 1.3 times as long by channel, 7 times by pixel.
     np.copyto(out, np.frombuffer(image.tobytes(), dtype=np.uint8).reshape(height, width, 3))
 
 
@@ -180,8 +180,6 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
     Walks the segments up to the start of the scan, as decoders do: thumbnails inside a segment are stepped
     over, and a header that ends early is for Pillow to judge.
     """
-    if data[:3] != _JPEG_PREFIX:
-        return None
     size = None
     position, last = 2, len(data) - 4
     while position <= last:
@@ -221,3 +219,30 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
     if not plain or zlib.crc32(header[12:29]) != int.from_bytes(header[29:33], "big"):
         return None
     return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Size from the first chunk of a WebP file, None if anything is unusual."""
+    head = data[:30]
+    if len(head) < 30 or head[8:12] != b"WEBP" or len(data) < 8 + int.from_bytes(head[4:8], "little"):
+        return None
+    kind = head[12:16]
+    if kind == b"VP8X":  # a canvas, for all frames
+        return 1 + int.from_bytes(head[24:27], "little"), 1 + int.from_bytes(head[27:30], "little")
+    if kind == b"VP8L" and head[20] == 0x2F:
+        bits = int.from_bytes(head[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if kind == b"VP8 " and head[20] & 1 == 0 and head[23:26] == b"\x9d\x01\x2a":
+        sides = int.from_bytes(head[26:30], "little")
+        return sides & 0x3FFF, sides >> 16 & 0x3FFF
+    return None
+
+
+_PARSERS: dict[bytes, Callable[[bytes], tuple[int, int] | None]] = {
+    b"\x89PNG": _png_size,
+    b"RIFF": _webp_size,
+    # The fourth byte is the first segment's marker: whatever `_jpeg_size` takes, or a fill byte.
+    **{
+        b"\xff\xd8\xff" + bytes([marker]): _jpeg_size for marker in (*_JPEG_STEPPED_OVER, *_JPEG_FRAMES, 0xFF)
+    },
+}
