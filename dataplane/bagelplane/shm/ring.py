@@ -79,6 +79,7 @@ _CHECKED_BYTES = 60
 # The header seen as 8-byte words: these three are read and written as one store each.
 _EPOCH_WORD, _HEAD_WORD, _TAIL_WORD = 2, 8, 9
 _LOCK_PAUSE_SECONDS = 0.02
+_LARGEST_CAPACITY_BYTES = 2**48
 
 
 class RingStoppedError(RingError):
@@ -454,8 +455,6 @@ def _previous_epoch(fd: int) -> int:
 class _Header:
     epoch: int
     capacity_bytes: int
-    head_position: int
-    tail_position: int
 
 
 def _parse_header(data: bytes | memoryview, where: str = "the ring") -> _Header:
@@ -463,9 +462,7 @@ def _parse_header(data: bytes | memoryview, where: str = "the ring") -> _Header:
     if len(data) < _HEADER.size:
         raise RingError(f"{where} is too short to be a ring", got=f"{len(data)} bytes")
     values = _HEADER.unpack_from(data)
-    magic, version, header_bytes, epoch, capacity, alignment, record_header, _, _, checksum, head, tail = (
-        values
-    )
+    magic, version, header_bytes, epoch, capacity, alignment, record_header, _, _, checksum = values[:10]
     if magic != RING_MAGIC:
         raise RingError(f"{where} is not a bagelplane ring", got=repr(magic), fix="remove the file")
     if checksum != zlib.crc32(bytes(data[:_CHECKED_BYTES])):
@@ -479,9 +476,9 @@ def _parse_header(data: bytes | memoryview, where: str = "the ring") -> _Header:
             expected=f"version {RING_VERSION} {expected[1:]}",
             fix="install the same bagelplane release on both sides",
         )
-    if capacity == 0 or capacity % HEADER_BYTES or not tail <= head <= tail + capacity:
-        raise RingError(f"{where} has impossible positions", got=f"capacity {capacity}, {tail} to {head}")
-    return _Header(epoch, capacity, head, tail)
+    if capacity == 0 or capacity % HEADER_BYTES or capacity > _LARGEST_CAPACITY_BYTES:
+        raise RingError(f"{where} has an impossible capacity", got=f"{capacity} bytes")
+    return _Header(epoch, capacity)
 
 
 class RingReader:
@@ -556,8 +553,7 @@ class RingReader:
         """The published, unreleased packs from the file alone, oldest first: for tools, and for other
         languages.
         """
-        header = self._header()
-        position, head = header.tail_position, header.head_position
+        position, head = self._positions()
         while position < head:
             offset = position % self.capacity_bytes
             kind, found, step, length = self._record_header(offset)
@@ -582,11 +578,17 @@ class RingReader:
             os.close(self._fd)
             self._fd = -1
 
-    def _header(self) -> _Header:
+    def _positions(self) -> tuple[int, int]:
+        """(tail, head) of one moment: tail did not move while head was read."""
         self._check_size()
-        header = _parse_header(bytes(self._view[: _HEADER.size]), f"the ring {self.path}")
+        tail = head = 0
+        for _ in range(1000):
+            tail, head = self._words[_TAIL_WORD], self._words[_HEAD_WORD]
+            if tail == self._words[_TAIL_WORD] and tail <= head <= tail + self.capacity_bytes:
+                self._check_epoch()
+                return tail, head
         self._check_epoch()
-        return header
+        raise RingError(f"the ring {self.path} has impossible positions", got=f"{tail} to {head}")
 
     def _check_epoch(self) -> None:
         epoch = self._words[_EPOCH_WORD]
@@ -622,22 +624,3 @@ class RingReader:
         ):
             raise RingError(f"the record at {start} is impossible", got=f"kind {kind}, {length} bytes")
         return kind, position, step, length
-
-
-def layout_tables() -> str:
-    """The two structures as Markdown tables with byte offsets: docs/reference/ring.md holds them."""
-    lines: list[str] = []
-    for title, table in (("File header", HEADER_FIELDS), ("Record header", RECORD_FIELDS)):
-        lines += [
-            f"### {title}",
-            "",
-            "| offset | bytes | `struct` | field | meaning |",
-            "|---|---|---|---|---|",
-        ]
-        offset = 0
-        for name, code, meaning in table:
-            size = struct.calcsize("<" + code)
-            lines.append(f"| {offset} | {size} | `<{code}` | {name} | {meaning} |")
-            offset += size
-        lines.append("")
-    return "\n".join(lines)
