@@ -108,7 +108,6 @@ def open_group(
     if unread:
         log.warning("group %s: %d units of rank %d are read by no worker", config.name, unread, topology.rank)
     stored = STORED_TYPES[config.type]
-    vit = config.image_transform if config.type == "vlm_sft" else config.vit_image_transform
     return StoredGroup(
         name=config.name,
         type_name=config.type,
@@ -116,9 +115,17 @@ def open_group(
         mandatory=config.mandatory,
         units=units,
         reader=stored.open_reader(config, settings.storage),
-        context=PlanContext(settings.encode, images, vae=config.image_transform, vit=vit, frames=config.frames),
+        context=plan_context(config, settings.encode, images),
         worker_id=worker_id,
     )
+
+
+def plan_context(
+    config: GroupConfig, encode: Callable[[str], Sequence[int]], images: ImageLedger
+) -> PlanContext:
+    """What planning a group's rows needs. Conversations know one kind of image: their transform is the ViT's."""
+    vit = config.image_transform if config.type == "vlm_sft" else config.vit_image_transform
+    return PlanContext(encode, images, vae=config.image_transform, vit=vit, frames=config.frames)
 
 
 def _group_config(group: ResourceGroup, storage: Storage) -> GroupConfig:

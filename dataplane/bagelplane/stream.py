@@ -22,6 +22,7 @@ from bagelplane.engine.pack import Pack
 from bagelplane.engine.packer import SpecialTokens
 from bagelplane.engine.planner import Mark, PackPlan, PackPlanner
 from bagelplane.engine.profile import AUTOMODEL
+from bagelplane.engine.raw_samples import RawPixels
 from bagelplane.engine.rng import StreamRandom
 from bagelplane.engine.samples import ImageLedger, PlannedImage
 from bagelplane.errors import BagelplaneError, SnapshotError
@@ -68,8 +69,10 @@ class WorkerStream:
         self._mark: Mark = planner.mark()
         self._pending: PackPlan | None = None
 
-    def next_pack(self, allocate: Allocate) -> tuple[Pack, Sequence[Any]]:
-        """The next pack, its pixels in the arrays that `allocate` gave for its `image_shapes`.
+    def next_pack(self, allocate: Allocate) -> tuple[Pack, list[np.ndarray]]:
+        """The next pack and its pixels: the arrays that `allocate` gave for its `image_shapes`, filled.
+
+        (Samples that bring pixels have them in the list instead, float32 [3, h, w].)
 
         `allocate` is called once more for each time that a bad image voids the plan. Raises DataError when a
         group gives nothing but drops. `pack.step` counts this worker's packs; `pack.state` is left empty.
@@ -79,7 +82,7 @@ class WorkerStream:
             prepared = self._ahead or self._prepare()
             self._ahead = None
             self._pending = prepared.plan
-            pixels = allocate(prepared.pack)
+            pixels = list(allocate(prepared.pack))
             bad = self._decode(prepared, pixels, verified)
             if not bad:
                 self._mark = prepared.plan.after
@@ -97,7 +100,11 @@ class WorkerStream:
             prepared = self._ahead
             plan = prepared.plan if prepared else self._planner.plan()
             self._ahead = None
-            bad = self._run({key: [] for key in plan.opened if key not in verified}, plan, verified) if verify else {}
+            bad = (
+                self._run({key: [] for key in plan.opened if key not in verified}, plan, verified)
+                if verify
+                else {}
+            )
             if not bad:
                 self._mark = plan.after
                 return plan.pack.length
@@ -131,14 +138,16 @@ class WorkerStream:
         )
         return _Prepared(plan, pack, images)
 
-    def _decode(self, prepared: _Prepared, pixels: Sequence[Any], verified: set[str]) -> dict[str, str]:
+    def _decode(self, prepared: _Prepared, pixels: list[np.ndarray], verified: set[str]) -> dict[str, str]:
         """Fill `pixels`, decode what else was opened, plan the next pack meanwhile; causes of failure by key."""
         targets: dict[str, list[np.ndarray]] = {}
         sources = dict(prepared.plan.opened)
-        for image, target in zip(prepared.images, pixels, strict=True):
-            if hasattr(image.source, "decode"):
-                targets.setdefault(image.source.key, []).append(target)
-                sources[image.source.key] = image.source
+        for number, image in enumerate(prepared.images):
+            if isinstance(image.source, RawPixels):
+                pixels[number] = image.source.pixels
+                continue
+            targets.setdefault(image.source.key, []).append(pixels[number])
+            sources[image.source.key] = image.source
         for key in prepared.plan.opened:
             if key not in verified:
                 targets.setdefault(key, [])
@@ -164,10 +173,10 @@ class WorkerStream:
 
         if self._pool is None:
             for key, arrays in targets.items():
-                settle(key, _decode_into(sources[key], arrays))
+                settle(key, decode_into(sources[key], arrays))
             return bad
         futures: dict[str, Future[str | None]] = {
-            key: self._pool.submit(_decode_into, sources[key], arrays) for key, arrays in targets.items()
+            key: self._pool.submit(decode_into, sources[key], arrays) for key, arrays in targets.items()
         }
         if plan_ahead:
             self._plan_ahead()
@@ -184,13 +193,15 @@ class WorkerStream:
 
     def _note_bad(self, bad: dict[str, str]) -> None:
         for key, cause in bad.items():
-            log.warning("image %s opens but does not decode (%s); planning this pack again without it", key, cause)
+            log.warning(
+                "image %s opens but does not decode (%s); planning this pack again without it", key, cause
+            )
         self._ledger.known_bad.update(bad)
         if self._on_bad_images is not None:
             self._on_bad_images(bad)
 
 
-def _decode_into(source: Any, targets: Sequence[np.ndarray]) -> str | None:
+def decode_into(source: Any, targets: Sequence[np.ndarray] = ()) -> str | None:
     """Decode once, resize to each target; the cause when it does not decode."""
     try:
         image = source.decode()
@@ -238,7 +249,10 @@ class RankStream:
         """
         if step < self.step:
             raise SnapshotError(
-                "a stream cannot go back", got=f"step {step}", expected=f"at least {self.step}", fix="use an older state"
+                "a stream cannot go back",
+                got=f"step {step}",
+                expected=f"at least {self.step}",
+                fix="use an older state",
             )
         while self.step < step:
             number = self.step % len(self._workers)
@@ -342,7 +356,12 @@ def open_worker_stream(
         max_consecutive_drops=settings.max_consecutive_drops,
     )
     return WorkerStream(
-        planner=planner, ledger=ledger, tokens=settings.tokens, drops=drops, pool=pool, on_bad_images=on_bad_images
+        planner=planner,
+        ledger=ledger,
+        tokens=settings.tokens,
+        drops=drops,
+        pool=pool,
+        on_bad_images=on_bad_images,
     )
 
 

@@ -40,7 +40,10 @@ class DropReason(StrEnum):
         "A line has no `conversations`, or they are no list of turns with `from` and a text `value`.",
     )
     IMAGE_SURPLUS = "image_surplus", "The turns of a line place more images than the line has."
-    NO_LOSS_LABELS = "no_loss_labels", "No turn of a line is trained on: it has no answer, or only empty ones."
+    NO_LOSS_LABELS = (
+        "no_loss_labels",
+        "No turn of a line is trained on: it has no answer, or only empty ones.",
+    )
     OVERLENGTH_SAMPLE = "overlength_sample", "The sample is larger than `budgets.maxTokensPerSample`."
     OVERLENGTH_MANDATORY_SAMPLE = (
         "overlength_mandatory_sample",
@@ -76,7 +79,9 @@ class DropLog:
         self._by_reason[drop.reason] += 1
         count = self._by_reason[drop.reason]
         if count <= 3 or count % self.every == 0:
-            self.logger.warning("group %s: dropped (%s, %d so far): %s", drop.group, drop.reason, count, drop.message)
+            self.logger.warning(
+                "group %s: dropped (%s, %d so far): %s", drop.group, drop.reason, count, drop.message
+            )
 
     def as_json(self, pending: Iterable[Drop] = ()) -> dict[str, dict[str, int]]:
         """`{group: {reason: count}}`, sorted, as it is once `pending` are recorded."""
@@ -88,7 +93,9 @@ class DropLog:
 
     def load_json(self, table: Mapping[str, Mapping[str, int]]) -> None:
         """Continue the counts of an earlier run."""
-        self.counts = Counter({(group, reason): count for group, row in table.items() for reason, count in row.items()})
+        self.counts = Counter(
+            {(group, reason): count for group, row in table.items() for reason, count in row.items()}
+        )
         self._by_reason = Counter()
         for (_, reason), count in self.counts.items():
             self._by_reason[reason] += count

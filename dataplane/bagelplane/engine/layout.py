@@ -200,7 +200,9 @@ def assemble(pack: Pack, images: Sequence[np.ndarray]) -> dict[str, Any]:
     _assemble_attention(batch, scalars)
     if pack.vae_images:
         batch["padded_images"] = pad_images(pack, images)
-        batch["patchified_vae_latent_shapes"] = [tuple(shape) for shape in scalars["patchified_vae_latent_shapes"]]
+        batch["patchified_vae_latent_shapes"] = [
+            tuple(shape) for shape in scalars["patchified_vae_latent_shapes"]
+        ]
         batch["packed_latent_position_ids"] = arrays["packed_latent_position_ids"]
         batch["packed_vae_token_indexes"] = arrays["packed_vae_token_indexes"]
     if pack.vit_images:

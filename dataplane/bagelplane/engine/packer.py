@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bagelplane.engine.rng import StreamRandom
+from bagelplane.engine.rng import PackDraws
 from bagelplane.engine.samples import ItemKind, PlanItem, PlannedImage, Sample
 
 
@@ -89,7 +89,7 @@ class PlacedSample:
         return sum(self.split_lens)
 
 
-def place_sample(sample: Sample, *, start: int, config: PackingConfig, rng: StreamRandom) -> PlacedSample:
+def place_sample(sample: Sample, *, start: int, config: PackingConfig, rng: PackDraws) -> PlacedSample:
     """Lay `sample` from token `start` on, drawing its conditioning dropout and timesteps."""
     placed = PlacedSample(sample, start)
     texts, images = iter(sample.texts), iter(sample.images)
@@ -150,7 +150,7 @@ class OpenPack:
     placed: list[PlacedSample] = field(default_factory=list)
     length: int = 0
 
-    def put(self, sample: Sample, config: PackingConfig, rng: StreamRandom) -> None:
+    def put(self, sample: Sample, config: PackingConfig, rng: PackDraws) -> None:
         placed = place_sample(sample, start=self.length, config=config, rng=rng)
         self.placed.append(placed)
         self.length = placed.end
@@ -158,10 +158,12 @@ class OpenPack:
     def data_indexes(self) -> list[dict[str, Any]]:
         """The yielded `batch_data_indexes`."""
         return [
-            {
-                "data_indexes": placed.sample.data_indexes,
-                "worker_id": placed.sample.worker_id,
-                "dataset_name": placed.sample.group,
+            dict(sample.entry)
+            if sample.entry is not None
+            else {
+                "data_indexes": sample.data_indexes,
+                "worker_id": sample.worker_id,
+                "dataset_name": sample.group,
             }
-            for placed in self.placed
+            for sample in (placed.sample for placed in self.placed)
         ]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from bagelplane.engine.drops import Drop, DropReason
 from bagelplane.engine.packer import OpenPack, PackingConfig
 from bagelplane.engine.profile import Profile
+from bagelplane.engine.raw_samples import sample_from_json, sample_to_json
 from bagelplane.engine.rng import StreamRandom, mark_from_json, mark_to_json
 from bagelplane.engine.samples import EncodedImage, ImageLedger, RowDropped, Sample
 from bagelplane.errors import DataError, SnapshotError
@@ -38,12 +39,8 @@ class Group(Protocol):
 
     def restore(self, mark: Any) -> None: ...
 
-    def to_reference(self, sample: Sample) -> Any:
-        """JSON-able stand-in for a buffered sample of this group."""
-        ...
-
     def from_reference(self, reference: Any) -> Sample:
-        """The sample again, without touching the generators."""
+        """A sample again from its `reference`, without touching the generators."""
         ...
 
 
@@ -141,7 +138,9 @@ class PackPlanner:
         for index, group in enumerate(self._groups):
             while group.mandatory:
                 sample = self._draw(index)
-                if self._profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=True):
+                if self._profile.fits_sample_budget(
+                    sample.size, config.max_tokens_per_sample, mandatory=True
+                ):
                     self._put(pack, sample)
                     break
                 reason = DropReason.OVERLENGTH_MANDATORY_SAMPLE
@@ -160,7 +159,9 @@ class PackPlanner:
                 expected=f"at most {self.config.max_tokens}, the budget of a whole pack",
                 fix="let maxTokensPerSample be at most maxTokens",
             )
-        source = "came from the buffer" if buffered else f"the buffer of {self.config.max_buffer_size} is full"
+        source = (
+            "came from the buffer" if buffered else f"the buffer of {self.config.max_buffer_size} is full"
+        )
         message = f"{sample.data_indexes}: {sample.size} tokens do not fit behind {pack.length}, and {source}"
         self._drops.append(Drop(sample.group, DropReason.BUFFER_FULL, message))
 
@@ -196,7 +197,8 @@ class PackPlanner:
     def state_to_json(self, mark: Mark) -> dict[str, Any]:
         """`mark` in JSON types: generators, positions, and references instead of buffered samples."""
         buffer = [
-            {"group": sample.group_index, "row": self._groups[sample.group_index].to_reference(sample)}
+            {"group": sample.group_index}
+            | ({"sample": sample_to_json(sample)} if sample.reference is None else {"row": sample.reference})
             for sample in mark.buffer
         ]
         return {
@@ -224,7 +226,10 @@ class PackPlanner:
             found = [group["name"] for group in state["groups"]]
             if found != names:
                 raise SnapshotError(
-                    "a state of other groups", got=", ".join(found), expected=", ".join(names), fix="use its own resource"
+                    "a state of other groups",
+                    got=", ".join(found),
+                    expected=", ".join(names),
+                    fix="use its own resource",
                 )
             positions = tuple(group["position"] for group in state["groups"])
             buffer = tuple(self._from_reference(entry) for entry in state["buffer"])
@@ -239,7 +244,10 @@ class PackPlanner:
 
     def _from_reference(self, entry: Mapping[str, Any]) -> Sample:
         index = int(entry["group"])
-        sample = self._groups[index].from_reference(entry["row"])
+        if "sample" in entry:
+            sample = sample_from_json(entry["sample"])
+        else:
+            sample = self._groups[index].from_reference(entry["row"])
         sample.group_index = index
         return sample
 

@@ -37,7 +37,10 @@ def _interpolated_steps(count: int, max_per_side: int) -> np.ndarray:
 def grid_positions(rows: int, columns: int, max_per_side: int, interpolate: bool) -> np.ndarray:
     """Row-major int64 [rows * columns] of `row * max_per_side + column`; read-only, shared between calls."""
     if interpolate:
-        row_ids, column_ids = _interpolated_steps(rows, max_per_side), _interpolated_steps(columns, max_per_side)
+        row_ids, column_ids = (
+            _interpolated_steps(rows, max_per_side),
+            _interpolated_steps(columns, max_per_side),
+        )
     else:
         row_ids, column_ids = np.arange(rows), np.arange(columns)
     positions = (row_ids[:, None] * max_per_side + column_ids[None, :]).reshape(-1).astype(np.int64)

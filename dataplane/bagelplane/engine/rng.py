@@ -19,7 +19,13 @@ _MT_WORDS = 624  # state words of a Mersenne twister, both in Python and in NumP
 
 
 def stream_seed(
-    *, global_seed: int | None, data_seed: int | None, world_size: int, rank: int, num_workers: int, worker_id: int
+    *,
+    global_seed: int | None,
+    data_seed: int | None,
+    world_size: int,
+    rank: int,
+    num_workers: int,
+    worker_id: int,
 ) -> int:
     """The 32-bit seed of one logical stream (STREAM, Randomness): the first truthy seed, spread by position."""
     base = global_seed or data_seed or 0
@@ -70,7 +76,13 @@ def mark_from_json(state: dict[str, Any]) -> tuple[Any, Any]:
         gauss = numpy["gauss"]
         return (
             (int(python["version"]), (*words, int(python["index"])), python["gauss"]),
-            ("MT19937", _decode_words(numpy["words"]), int(numpy["index"]), int(gauss is not None), gauss or 0.0),
+            (
+                "MT19937",
+                _decode_words(numpy["words"]),
+                int(numpy["index"]),
+                int(gauss is not None),
+                gauss or 0.0,
+            ),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise SnapshotError(
@@ -89,6 +101,24 @@ def _decode_words(text: str) -> np.ndarray:
     if len(words) != _MT_WORDS:
         raise ValueError(f"{len(words)} generator words instead of {_MT_WORDS}")
     return words.astype(np.uint32)
+
+
+class _Uniform(Protocol):
+    def random(self) -> float: ...
+
+
+class _Normal(Protocol):
+    def randn(self) -> float: ...
+
+
+class PackDraws(Protocol):
+    """What putting a sample into a pack draws from: a StreamRandom, or the global generators."""
+
+    @property
+    def python(self) -> _Uniform: ...
+
+    @property
+    def numpy(self) -> _Normal: ...
 
 
 class Draws(Protocol):

@@ -53,10 +53,18 @@ class ImageLedger:
 
     `opened` grows with each opening until `take_opened`; what is in it has to be decoded before the pack that is
     being planned may be handed over, for the peer meets an undecodable image while drawing.
+
+    With `check` (the cause why an image does not decode, or None) images are decoded as they are opened: for
+    streams that cannot go back and plan again, because a group of the user's own has drawn meanwhile.
     """
 
-    def __init__(self, known_bad: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        known_bad: dict[str, str] | None = None,
+        check: Callable[[EncodedImage], str | None] | None = None,
+    ) -> None:
         self.known_bad: dict[str, str] = known_bad if known_bad is not None else {}
+        self._check = check
         self._opened: dict[str, EncodedImage] = {}
 
     def open(self, image: EncodedImage) -> tuple[int, int]:
@@ -65,7 +73,11 @@ class ImageLedger:
         if cause is not None:
             raise UnreadableImage(f"{image.key}: {cause}")
         size = image.size()
-        self._opened[image.key] = image
+        if self._check is None:
+            self._opened[image.key] = image
+        elif (cause := self._check(image)) is not None:
+            self.known_bad[image.key] = cause
+            raise UnreadableImage(f"{image.key}: {cause}")
         return size
 
     def take_opened(self) -> dict[str, EncodedImage]:
@@ -140,6 +152,7 @@ class Sample:
     """A row as planned. `num_tokens` counts ids and image tokens, without start and end tokens.
 
     `reference` replays the row (group position and outcomes of its draws); None for samples that bring pixels.
+    `entry` is the yielded entry of `batch_data_indexes` where the sample brought one.
     """
 
     items: list[PlanItem] = field(default_factory=list)
@@ -151,7 +164,7 @@ class Sample:
     group: str = ""
     worker_id: int = 0
     reference: dict[str, Any] | None = None
-    raw: Any = None
+    entry: Any = None
 
     @property
     def size(self) -> int:
@@ -215,7 +228,9 @@ def _parse_captions(text: str | None) -> list[str]:
     except (ValueError, TypeError, RecursionError) as error:
         raise RowDropped(DropReason.T2I_CAPTION_PARSE, f"captions are no JSON: {error}") from None
     if not isinstance(captions, dict):
-        raise RowDropped(DropReason.CAPTION_NOT_OBJECT, f"captions are a {type(captions).__name__}, not an object")
+        raise RowDropped(
+            DropReason.CAPTION_NOT_OBJECT, f"captions are a {type(captions).__name__}, not an object"
+        )
     for name, caption in captions.items():
         if not isinstance(caption, str):
             raise RowDropped(
@@ -274,7 +289,11 @@ def _plan_edit_steps(row: EditRow, context: PlanContext, draws: Draws) -> Sample
 
 
 def _add_edit_image(
-    sample: Sample, image: EncodedImage, item: PlanItem, context: PlanContext, transform: ImageTransform | None
+    sample: Sample,
+    image: EncodedImage,
+    item: PlanItem,
+    context: PlanContext,
+    transform: ImageTransform | None,
 ) -> None:
     assert transform is not None
     sample.add_image(item, _resized(image, context, transform), transform.rule.stride)
@@ -289,7 +308,9 @@ def plan_conversation(row: ConversationRow, context: PlanContext, draws: Draws) 
     except (ValueError, RecursionError) as error:
         raise RowDropped(DropReason.JSONL_PARSE, f"no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise RowDropped(DropReason.CONVERSATIONS_MISSING, f"the line is a {type(data).__name__}, not an object")
+        raise RowDropped(
+            DropReason.CONVERSATIONS_MISSING, f"the line is a {type(data).__name__}, not an object"
+        )
     try:
         sources, frame_tags = _conversation_images(data, row, context, draws)
         sizes = [context.images.open(source) for source in sources]
@@ -397,7 +418,9 @@ def _add_turns(
                 if index < len(pieces) - 1 and index < len(images):
                     image = next(unplaced, None)
                     if image is None:
-                        raise RowDropped(DropReason.IMAGE_SURPLUS, f"the turns place more than {len(images)} images")
+                        raise RowDropped(
+                            DropReason.IMAGE_SURPLUS, f"the turns place more than {len(images)} images"
+                        )
                     sample.items.append(PLAIN_VIT)
                     sample.images.append(image)
 

@@ -98,5 +98,7 @@ class EditBlock:
         values = self._images[row]
         images = None
         if isinstance(values, list):
-            images = [image_of_value(f"{self._name}/{row}/{place}", value) for place, value in enumerate(values)]
+            images = [
+                image_of_value(f"{self._name}/{row}/{place}", value) for place, value in enumerate(values)
+            ]
         return plan_edit(EditRow(images, self._instructions[row]), context, draws)

@@ -62,7 +62,9 @@ class StoredGroup:
     def restore(self, mark: Sequence[int]) -> None:
         unit, block, row = (int(number) for number in mark)
         if not 0 <= unit < len(self._units) or block < 0 or row < 0:
-            raise ValueError(f"group {self.name}: position {list(mark)} lies outside of {len(self._units)} units")
+            raise ValueError(
+                f"group {self.name}: position {list(mark)} lies outside of {len(self._units)} units"
+            )
         self._position = (unit, block, row)
 
     def draw(self, rng: StreamRandom) -> Sample:
@@ -112,12 +114,12 @@ class StoredGroup:
         self._blocks[key] = rows
         return rows
 
-    def to_reference(self, sample: Sample) -> dict[str, Any]:
-        assert sample.reference is not None
-        return sample.reference
-
     def from_reference(self, reference: dict[str, Any]) -> Sample:
         unit, block, row = (int(number) for number in reference["row"])
-        if not 0 <= unit < len(self._units) or (rows := self._block(unit, block)) is None or not 0 <= row < len(rows):
+        if (
+            not 0 <= unit < len(self._units)
+            or (rows := self._block(unit, block)) is None
+            or not 0 <= row < len(rows)
+        ):
             raise ValueError(f"group {self.name}: buffered row {reference['row']} does not exist")
         return self._plan(unit, block, row, ReplayedDraws(list(reference["draws"])))
