@@ -1,0 +1,397 @@
+"""One rank in the supervisor: its progress, which outlives everything, and its producer, which may die.
+
+All of this runs in the supervisor's loop and belongs to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from bagelplane.errors import BagelplaneError
+from bagelplane.shm.protocol import Published
+from bagelplane.sidecar.control import Frame, encode_frame, read_frame
+from bagelplane.sidecar.producer import ProducerSetup
+
+KEPT_STATES = 8
+"""Acknowledged states that are kept: ranks are a few steps apart when a snapshot is asked for."""
+MAX_FAILURES = 8
+"""Deaths of a producer in a row, without a pack in between, until its rank is given up."""
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+_STOP_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+State = dict[str, Any]
+
+
+class RankFailedError(BagelplaneError):
+    """A producer failed in a way that starting it again does not mend. `code` is the protocol's."""
+
+    def __init__(self, what: str, *, fix: str = "", code: str = "internal") -> None:
+        super().__init__(what, fix=fix)
+        self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_failure, (self.what, self.fix, self.code)
+
+
+def _rebuild_failure(what: str, fix: str, code: str) -> RankFailedError:
+    return RankFailedError(what, fix=fix, code=code)
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a stream is opened and how far it is planned forward before its first pack."""
+
+    start_step: int = 0
+    state: State | None = None
+    target_step: int = 0
+
+
+class Progress:
+    """Steps and states of a rank. `next_step` is the first pack that was not acknowledged."""
+
+    def __init__(self, origin: StartingPoint) -> None:
+        self.origin = origin
+        self.next_step = origin.target_step
+        self._states: dict[int, State] = {}
+        if origin.state is not None and origin.start_step == origin.target_step:
+            self._states[origin.start_step] = origin.state
+
+    def keep(self, step: int, state: State) -> None:
+        """The state before pack `step`, acknowledged or not yet."""
+        self._states[step] = state
+
+    def knows(self, step: int) -> bool:
+        return step == self.next_step or step in self._states
+
+    def advance(self, next_step: int) -> None:
+        """Everything before `next_step` was taken by the trainer."""
+        self.next_step = next_step
+        for step in [step for step in self._states if step <= next_step - KEPT_STATES]:
+            del self._states[step]
+
+    def acknowledged(self) -> dict[int, State]:
+        """The states that a snapshot may hold, by step: never one that lies past what the trainer took."""
+        return {step: state for step, state in sorted(self._states.items()) if 0 < step <= self.next_step}
+
+    def starting_point(self, step: int | None = None) -> StartingPoint:
+        """The nearest known place at or below `step` (default: the next one)."""
+        target = self.next_step if step is None else step
+        known = [at for at in self._states if at <= target]
+        if known:
+            return StartingPoint(max(known), self._states[max(known)], target)
+        if self.origin.start_step <= target:
+            return StartingPoint(self.origin.start_step, self.origin.state, target)
+        return StartingPoint(target_step=target)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What is counted for status and metrics, since the rank was first served."""
+
+    published: int = 0
+    acknowledged: int = 0
+    tokens: int = 0
+    images: int = 0
+    work_seconds: float = 0.0
+    ring_wait_seconds: float = 0.0
+    trainer_wait_seconds: float = 0.0
+    restarts: int = 0
+    used_bytes: int = 0
+    drops: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+class Listener(Protocol):
+    """Who takes a rank's packs: a client's session."""
+
+    def publish(self, message: Published) -> None: ...
+    def drop(self, reason: str, *, error: RankFailedError | None = None) -> None: ...
+
+
+class RankServer:
+    """A rank's producer process, kept alive until `stop`."""
+
+    def __init__(
+        self,
+        build_setup: Callable[[StartingPoint], ProducerSetup],
+        progress: Progress,
+        *,
+        on_acknowledged: Callable[[RankServer], None],
+        on_known_bad: Callable[[dict[str, str]], None],
+    ) -> None:
+        self._build_setup = build_setup
+        self.progress = progress
+        self._on_acknowledged = on_acknowledged
+        self._on_known_bad = on_known_bad
+        setup = build_setup(progress.starting_point())
+        self.rank, self.local_rank, self.world_size = setup.rank, setup.local_rank, setup.world_size
+        self.phase: Literal["starting", "ready", "failed", "stopped"] = "starting"
+        self.phase_since = time.monotonic()
+        self.failure: RankFailedError | None = None
+        self.ring_path, self.ring_bytes, self.epoch = setup.ring_path, setup.ring_bytes, 0
+        self.tally = Tally()
+        self.listener: Listener | None = None
+        self.pid = 0
+        self._records: deque[Published] = deque()
+        self._published_until = progress.next_step
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: asyncio.StreamWriter | None = None
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._failures = 0
+        self._last_failure = ""
+        self._waiting_since: float | None = time.monotonic()
+        self._task = asyncio.create_task(self._keep_alive(), name=f"rank {self.rank}")
+
+    # -- for the supervisor and sessions
+
+    async def wait_ready(self) -> None:
+        """Returns when packs can be announced. RankFailedError when that will not happen."""
+        while self.phase == "starting":
+            self._changed.clear()
+            await self._changed.wait()
+        if self.failure is not None:
+            raise self.failure
+        if self.phase == "stopped":
+            raise RankFailedError(f"the producer of rank {self.rank} was stopped")
+
+    @property
+    def has_pack(self) -> bool:
+        """Whether a first pack was ever ready, or one is now."""
+        return self.tally.published > 0
+
+    @property
+    def awaited_seconds(self) -> float:
+        """How long the trainer has had nothing to take; 0 while it has."""
+        return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+
+    def describe(self) -> str:
+        """What is being waited for, in words."""
+        if self.phase == "starting":
+            again = f" again ({self._last_failure})" if self._last_failure else ""
+            return f"the producer of rank {self.rank} is starting{again}"
+        if self.phase == "ready":
+            return f"the producer of rank {self.rank} is making step {self._published_until}"
+        return f"the producer of rank {self.rank} is {self.phase}"
+
+    def attach(self, listener: Listener, next_step: int) -> list[Published]:
+        """From now on packs go to `listener`. The ones that are ready, from `next_step` on."""
+        self.listener = listener
+        if next_step > self.progress.next_step:
+            self.acknowledge(next_step - 1)
+        self._waiting_since = None if self._records else time.monotonic()
+        return list(self._records)
+
+    def detach(self, listener: Listener) -> None:
+        if self.listener is listener:
+            self.listener = None
+
+    def acknowledge(self, step: int) -> None:
+        """The trainer has this pack and all before it; a step that was never announced must not come here."""
+        if step < self.progress.next_step:
+            return
+        self.tally.acknowledged += step + 1 - self.progress.next_step
+        # One step at a time: a snapshot may be due at any of them.
+        for next_step in range(self.progress.next_step + 1, step + 2):
+            self.progress.advance(next_step)
+            self._on_acknowledged(self)
+        while self._records and self._records[0].step <= step:
+            self._records.popleft()
+        if not self._records and self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        self._send({"type": "ack", "step": step})
+
+    async def stop(self) -> None:
+        """Ends the producer, by force if it does not end within two seconds."""
+        self._stopping = True
+        self._send({"type": "stop"})
+        process = self._process
+        if process is not None:
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._set_phase("stopped")
+        if self.listener is not None:
+            self.listener.drop("the producer was stopped")
+
+    # -- the producer's life
+
+    async def _keep_alive(self) -> None:
+        try:
+            while not self._is_over():
+                await self._run_once()
+                if self._is_over():
+                    break
+                self.tally.restarts += 1
+                pause = min(_FIRST_PAUSE_SECONDS * 2 ** max(0, self._failures - 1), _LONGEST_PAUSE_SECONDS)
+                log.warning(
+                    "rank %d: the producer ended (%s), starting it again at step %d in %.1f s",
+                    self.rank,
+                    self._last_failure,
+                    self.progress.next_step,
+                    pause,
+                )
+                self._set_phase("starting")
+                self._drop_listener()
+                await asyncio.sleep(pause)
+        except Exception:
+            log.exception("rank %d: the supervisor lost its producer", self.rank)
+            self.failure = RankFailedError(
+                f"the supervisor of rank {self.rank} failed", fix="the sidecar's log has more"
+            )
+        finally:
+            await self._end_process()
+        if self.failure is not None:
+            log.error("rank %d: %s", self.rank, self.failure)
+            self._set_phase("failed")
+            self._drop_listener()
+
+    def _is_over(self) -> bool:
+        return self._stopping or self.failure is not None
+
+    async def _run_once(self) -> None:
+        """One life of a producer, from its start to its end."""
+        self._records.clear()
+        self._last_failure = ""
+        reader = await self._spawn(self._build_setup(self.progress.starting_point()))
+        while (frame := await read_frame(reader)) is not None:
+            self._take(frame)
+        status = await self._end_process()
+        if self._is_over():
+            return
+        self._failures += 1
+        self._last_failure = self._last_failure or _describe_exit(status)
+        if self._failures >= MAX_FAILURES:
+            self.failure = RankFailedError(
+                f"the producer of rank {self.rank} died {self._failures} times in a row without a pack; "
+                f"the last time: {self._last_failure}",
+                fix="the sidecar's log has more; if it was killed, give its container more memory",
+            )
+
+    async def _spawn(self, setup: ProducerSetup) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        try:
+            arguments = ("--control-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid()))
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *_warning_options(),
+                "-m",
+                "bagelplane.sidecar.producer",
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+            self.pid = self._process.pid
+            reader, self._control = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._control.write(encode_frame(setup.as_frame()))
+        return reader
+
+    async def _end_process(self) -> int | None:
+        """Makes sure that the process is gone and its channel closed. Its exit status."""
+        process, self._process, self.pid = self._process, None, 0
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if process is None:
+            return None
+        if process.returncode is None:
+            # Its channel is closed, so it is dying or stuck; nothing in it is worth waiting for.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        return await process.wait()
+
+    def _take(self, frame: Frame) -> None:
+        kind = frame["type"]
+        if kind == "published":
+            self._take_published(frame)
+        elif kind == "ready":
+            self.epoch, self.ring_path = frame["epoch"], frame["ring_path"]
+            self.ring_bytes = frame["ring_bytes"]
+            self._published_until = frame["next_step"]
+            if frame["state"] is not None:
+                self.progress.keep(frame["next_step"], frame["state"])
+            self._set_phase("ready")
+        elif kind == "known_bad":
+            self._on_known_bad(frame["images"])
+        elif kind == "failed":
+            self._last_failure = frame["message"]
+            if frame["fatal"]:
+                self.failure = RankFailedError(frame["message"], fix=frame["fix"], code=frame["code"])
+
+    def _take_published(self, frame: Frame) -> None:
+        step = frame["step"]
+        self._failures = 0
+        self._published_until = step + 1
+        self.progress.keep(step + 1, frame["state"])
+        tally = self.tally
+        tally.published += 1
+        tally.tokens += frame["tokens"]
+        tally.images += frame["images"]
+        tally.work_seconds += frame["work_seconds"]
+        tally.ring_wait_seconds += frame["ring_wait_seconds"]
+        tally.used_bytes = frame["used_bytes"]
+        tally.drops = frame["drops"]
+        if step < self.progress.next_step:
+            # Made again after a crash that lost only the acknowledgement.
+            self._send({"type": "ack", "step": step})
+            return
+        message = Published(step, frame["offset_bytes"], frame["length_bytes"], frame["epoch"])
+        self._records.append(message)
+        if self._waiting_since is not None:
+            if self.listener is not None:
+                tally.trainer_wait_seconds += time.monotonic() - self._waiting_since
+            self._waiting_since = None
+        if self.listener is not None:
+            self.listener.publish(message)
+
+    def _drop_listener(self) -> None:
+        listener, self.listener = self.listener, None
+        self._waiting_since = time.monotonic()
+        if listener is not None:
+            listener.drop(self._last_failure or "the producer ended", error=self.failure)
+
+    def _set_phase(self, phase: Literal["starting", "ready", "failed", "stopped"]) -> None:
+        self.phase = phase
+        self.phase_since = time.monotonic()
+        self._changed.set()
+
+    def _send(self, frame: Frame) -> None:
+        if self._control is not None and not self._control.is_closing():
+            self._control.write(encode_frame(frame))
+
+
+def _describe_exit(status: int | None) -> str:
+    if status is not None and status < 0:
+        hint = ", out of memory?" if -status == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-status).name}{hint}"
+    return f"exit status {status}"
+
+
+def _warning_options() -> list[str]:
+    """The interpreter's own warning settings: what is an error here is one there."""
+    return [f"-W{option}" for option in sys.warnoptions]

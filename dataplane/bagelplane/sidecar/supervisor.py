@@ -1,0 +1,442 @@
+"""The supervisor: owns the socket, the ranks, the snapshots and the end of all of them.
+
+One process, one asyncio loop. `run_sidecar` is the way in; it returns after SIGTERM or SIGINT with 0, or
+raises what makes it impossible to serve, before a trainer attaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bagelplane.errors import SnapshotError, SpecError, StorageError, TransientStorageError
+from bagelplane.shm.protocol import Attach, Resume
+from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup, load_factory
+from bagelplane.sidecar.rank import Progress, RankServer, StartingPoint
+from bagelplane.sidecar.rundir import RunDirectory
+from bagelplane.sidecar.session import BusyError, Session
+from bagelplane.sidecar.sizing import decode_threads, ring_bytes
+from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
+from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
+from bagelplane.sidecar.status import StatusServer
+from bagelplane.sidecar.store import open_snapshot_store
+from bagelplane.spec import BagelDataset, spec_hash
+
+TAKE_OVER_SECONDS = 5.0
+"""How long a rank's new client waits for the end of the one before it."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarSettings:
+    """How a sidecar runs; nothing here changes the stream."""
+
+    directory: Path
+    resume: Literal["latest", "none"] | int = "latest"
+    """Where ranks begin that are attached with `latest` and that nothing is known of yet."""
+    local_ranks: int = 1
+    """Ranks expected on this machine, for memory and threads. More may come."""
+    world_size: int = 1
+    """Ranks expected in all, for a look at whether the data have a part for each. The trainer decides."""
+    status_host: str = "127.0.0.1"
+    status_port: int = 0
+    """0: no status server."""
+    grace_seconds: float = 25.0
+    """From SIGTERM to the end; the last snapshot takes most of it."""
+    generation: int = 0
+    """Generation of the resource; 0 is unknown."""
+    stream_factory: str = DEFAULT_STREAM_FACTORY
+    log_level: int = logging.INFO
+
+
+@dataclass(slots=True)
+class _Start:
+    """What is found out before a trainer attaches."""
+
+    store: SnapshotStore | None = None
+    known_bad: dict[str, str] = field(default_factory=dict)
+
+
+def run_sidecar(dataset: BagelDataset, settings: SidecarSettings) -> int:
+    """Serves until a signal ends it; 0. Raises BagelplaneError for what makes serving impossible."""
+    with RunDirectory(settings.directory) as directory:
+        directory.check_room(settings.local_ranks, ring_bytes(dataset))
+        return asyncio.run(Supervisor(dataset, settings, directory).run())
+
+
+class Supervisor:
+    """All state of a running sidecar."""
+
+    def __init__(self, dataset: BagelDataset, settings: SidecarSettings, directory: RunDirectory) -> None:
+        self.dataset = dataset
+        self.settings = settings
+        self.spec_hash = spec_hash(dataset)
+        self.servers: dict[int, RankServer] = {}
+        """By local rank."""
+        self.started = time.time()
+        self._directory = directory
+        self._progress: dict[int, Progress] = {}  # by rank; outlives servers
+        self._world_size = 0
+        self._store: SnapshotStore | None = None
+        self._known_bad: dict[str, str] = {}
+        self._wanted_steps: set[int] = set()
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._sessions: set[Session] = set()
+        self._stop = asyncio.Event()
+        self.snapshots: SnapshotWriter
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        preparing = asyncio.create_task(in_thread(self._prepare))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({preparing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not preparing.done():
+            preparing.cancel()
+            return 0
+        start = preparing.result()
+        self._store, self._known_bad = start.store, start.known_bad
+        self.snapshots = SnapshotWriter(self._store, self.dataset.spec.snapshots.keep_last)
+        server = await asyncio.start_unix_server(self._serve, sock=self._directory.bind())
+        status = StatusServer(self, self.settings.status_host, self.settings.status_port)
+        try:
+            await status.start()
+            log.info(
+                "serving %s (spec %s) at %s, waiting for trainers",
+                self.dataset.metadata.name,
+                self.spec_hash[:12],
+                self._directory.socket_path,
+            )
+            await stopping
+            log.info("asked to stop")
+        finally:
+            server.close()
+            await self._shut_down(status)
+        return 0
+
+    # -- before a trainer attaches
+
+    def _prepare(self) -> _Start:
+        """Looks at everything that the resource names. Runs in a thread."""
+        module, _ = load_factory(self.settings.stream_factory)
+        check_sources = getattr(module, "check_sources", None)
+        if check_sources is not None:
+            check_sources(self.dataset, max(1, self.settings.world_size))
+        start = _Start(store=open_snapshot_store(self.dataset))
+        if start.store is not None:
+            start.store.check_owner()
+            start.known_bad = start.store.load_known_bad()
+            if isinstance(self.settings.resume, int):
+                start.store.nearest(self.settings.resume)
+        return start
+
+    # -- attaching
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session = Session(self, reader, writer)
+        self._sessions.add(session)
+        try:
+            await session.run()
+        except Exception:
+            log.exception("%s: its session failed", session.client)
+        finally:
+            self._sessions.discard(session)
+
+    def describe(self, local_rank: int) -> str:
+        """What somebody who attaches waits for."""
+        server = self.servers.get(local_rank)
+        return "the place to resume from is being looked up" if server is None else server.describe()
+
+    async def attach(self, attach: Attach) -> tuple[RankServer, int]:
+        """The rank's server, ready, and its next step. Raises BagelplaneError; BusyError passes."""
+        self._check_generation(attach)
+        lock = self._locks.setdefault(attach.local_rank, asyncio.Lock())
+        async with lock:
+            await self._wait_until_free(attach)
+            await self._adopt_topology(attach)
+            server, step = await self._served_at(attach)
+            if server is None:
+                server = await self._start_server(attach)
+                step = server.progress.next_step
+            await server.wait_ready()
+            return server, step
+
+    async def _served_at(self, attach: Attach) -> tuple[RankServer | None, int]:
+        """The running server if it can go on at the place asked for, and that place's step."""
+        server = self.servers.get(attach.local_rank)
+        if server is None or server.rank != attach.rank or server.phase not in ("starting", "ready"):
+            return None, 0
+        resume = attach.resume
+        step = server.progress.next_step if resume.mode == "latest" else resume.step or 0
+        if step < server.progress.next_step or not server.progress.knows(step):
+            return None, 0
+        return server, step
+
+    async def _start_server(self, attach: Attach) -> RankServer:
+        """A new producer for the rank, at the place asked for."""
+        topology = self.topology(attach.world_size)
+        for local_rank, old in list(self.servers.items()):
+            if local_rank == attach.local_rank or old.rank == attach.rank:
+                await old.stop()
+                del self.servers[local_rank]
+        origin = await self._starting_point(attach.rank, attach.resume, topology)
+        progress = self._progress[attach.rank] = Progress(origin)
+        local_ranks = max(self.settings.local_ranks, len(self.servers) + 1)
+
+        def build_setup(point: StartingPoint) -> ProducerSetup:
+            return ProducerSetup(
+                dataset=self.dataset.to_mapping(),
+                rank=attach.rank,
+                local_rank=attach.local_rank,
+                world_size=attach.world_size,
+                ring_path=str(self._directory.ring_path(attach.local_rank)),
+                ring_bytes=ring_bytes(self.dataset),
+                decode_threads=decode_threads(self.dataset, local_ranks),
+                start_step=point.start_step,
+                target_step=point.target_step,
+                state=point.state,
+                known_bad=self._known_bad,
+                stream_factory=self.settings.stream_factory,
+                log_level=self.settings.log_level,
+            )
+
+        server = RankServer(
+            build_setup,
+            progress,
+            on_acknowledged=self._after_acknowledge,
+            on_known_bad=self._known_bad.update,
+        )
+        self.servers[attach.local_rank] = server
+        log.info("rank %d: starting at step %d of %s", attach.rank, origin.target_step, topology)
+        return server
+
+    async def _starting_point(self, rank: int, resume: Resume, topology: StreamTopology) -> StartingPoint:
+        """Where the rank's stream is to be opened; looks into memory first, then into the snapshots."""
+        if resume.mode == "none":
+            return StartingPoint()
+        if resume.mode == "state":
+            assert resume.step is not None
+            return StartingPoint(resume.step, resume.state, resume.step)
+        progress = self._progress.get(rank)
+        step = resume.step
+        if resume.mode == "latest":
+            if progress is not None:
+                return progress.starting_point()
+            if self.settings.resume == "none":
+                return StartingPoint()
+            step = self.settings.resume if isinstance(self.settings.resume, int) else None
+        in_memory = None
+        if progress is not None and step is not None:
+            in_memory = progress.starting_point(step)
+        stored = await in_thread(lambda: self._stored_point(rank, step, topology))
+        found = [point for point in (in_memory, stored) if point is not None]
+        return max(found, key=lambda point: point.start_step, default=StartingPoint(target_step=step or 0))
+
+    def _stored_point(self, rank: int, step: int | None, topology: StreamTopology) -> StartingPoint | None:
+        """The newest snapshot at or below `step` (None: of all). Runs in a thread."""
+        if self._store is None:
+            return None
+        manifest = self._store.nearest(step, topology)
+        if manifest is None:
+            return None
+        log.info("rank %d: resuming from the snapshot of step %d", rank, manifest.step)
+        state = self._store.load_state(manifest, rank)
+        return StartingPoint(manifest.step, state, manifest.step if step is None else step)
+
+    def _check_generation(self, attach: Attach) -> None:
+        ours = self.settings.generation
+        if ours and attach.generation and attach.generation != ours:
+            error = SpecError(
+                "the trainer was made for another generation of the dataset",
+                got=f"generation {attach.generation}",
+                expected=f"generation {ours}",
+                fix="recreate the pod, so that trainer and sidecar come from one resource",
+            )
+            raise error
+
+    async def _wait_until_free(self, attach: Attach) -> None:
+        """A trainer that was restarted may be here before the end of the one before it is noticed."""
+        server = self.servers.get(attach.local_rank)
+        listener = server.listener if server is not None else None
+        if not isinstance(listener, Session):
+            return
+        try:
+            await asyncio.wait_for(listener.closed.wait(), TAKE_OVER_SECONDS)
+        except TimeoutError:
+            raise BusyError(
+                f"local rank {attach.local_rank} is attached already",
+                got=listener.client,
+                fix="end the other trainer process, or give this one its own LOCAL_RANK",
+            ) from None
+
+    async def _adopt_topology(self, attach: Attach) -> None:
+        """Bagel sharding is bound to its topology: another one may only begin where nothing was taken yet."""
+        wanted, present = self.topology(attach.world_size), self.topology(self._world_size)
+        if self._world_size == attach.world_size:
+            return
+        taken = max((progress.next_step for progress in self._progress.values()), default=0)
+        fix = (
+            f"attach {present.world_size} ranks again, or restart the sidecar with --resume none and another "
+            "snapshots.uri (Bagel sharding is bound to its topology)"
+        )
+        if taken and attach.resume.mode != "none":
+            raise SnapshotError(
+                f"the run stands at step {taken} and cannot change its topology",
+                got=str(wanted),
+                expected=str(present),
+                fix=fix,
+            )
+        if any(server.listener is not None for server in self.servers.values()):
+            raise BusyError(
+                "ranks of another topology are attached", got=str(wanted), expected=str(present), fix=fix
+            )
+        if self._store is not None:
+            store = self._store
+            try:
+                await in_thread(lambda: store.nearest(None, wanted))
+            except (TransientStorageError, StorageError) as error:
+                log.warning("the snapshots could not be looked at: %s", error)
+        servers, self.servers, self._progress = self.servers, {}, {}
+        self._world_size = attach.world_size
+        for server in servers.values():
+            await server.stop()
+
+    def topology(self, world_size: int) -> StreamTopology:
+        return StreamTopology(world_size, self.dataset.spec.sharding.workers_per_rank)
+
+    # -- snapshots
+
+    def _after_acknowledge(self, server: RankServer) -> None:
+        step = server.progress.next_step
+        if self._store is None:
+            return
+        if step % self.dataset.spec.snapshots.every_steps == 0 or step in self._wanted_steps:
+            self._submit(server, step)
+
+    def _submit(self, server: RankServer, step: int) -> asyncio.Future[str] | None:
+        state = server.progress.acknowledged().get(step)
+        if state is None:
+            log.warning("rank %d: the state of step %d is not at hand, no snapshot of it", server.rank, step)
+            return None
+        return self.snapshots.submit(step, server.rank, self.topology(server.world_size), state)
+
+    async def snapshot(self, server: RankServer) -> tuple[int, str]:
+        """Writes the rank's last acknowledged state, and that of the pod's other ranks at the same step.
+
+        Others that are behind write theirs when they get there. Returns the step and its URI once this rank's
+        state is written; the snapshot counts when all ranks' are.
+        """
+        step = server.progress.next_step
+        self._wanted_steps = {wanted for wanted in self._wanted_steps if wanted >= step - 1000} | {step}
+        if not server.progress.acknowledged().get(step):
+            raise SnapshotError(
+                f"rank {server.rank} has taken no pack yet: there is nothing to snapshot",
+                fix="take a pack first",
+            )
+        future = self._submit(server, step)
+        assert future is not None
+        for other in self.servers.values():
+            if other is not server and step in other.progress.acknowledged():
+                self._submit(other, step)
+        return step, await future
+
+    def _submit_last(self) -> list[asyncio.Future[str]]:
+        """States for the last snapshot: of the newest step that all ranks here have, if the world is here.
+
+        Between pods nobody can be asked, but ranks are at most one step apart: the last two of each then.
+        """
+        ranks = [server for server in self.servers.values() if server.progress.acknowledged()]
+        if self._store is None or not ranks:
+            return []
+        steps = [set(server.progress.acknowledged()) for server in ranks]
+        common = sorted(set.intersection(*steps))
+        futures = []
+        for server, known in zip(ranks, steps, strict=True):
+            whole = len(ranks) == server.world_size
+            chosen = common[-1:] if whole else sorted(known)[-2:]
+            futures += [self._submit(server, step) for step in chosen]
+        return [future for future in futures if future is not None]
+
+    # -- the end
+
+    async def _shut_down(self, status: StatusServer) -> None:
+        """Snapshot, sessions, producers, in that order; the directory is cleared by its owner."""
+        deadline = time.monotonic() + self.settings.grace_seconds
+        self._submit_last()
+        # Three seconds are left for the rest: a snapshot that a slow store lost is less than a killed pod.
+        if not await self.snapshots.drain(max(0.1, self.settings.grace_seconds - 3.0)):
+            log.error(
+                "the last snapshot was not written in time: %s", self.snapshots.health.problem or "slow store"
+            )
+        await self.snapshots.close()
+        for session in list(self._sessions):
+            session.drop("the sidecar ends")
+        await asyncio.gather(*(server.stop() for server in self.servers.values()))
+        await status.stop()
+        log.info("ended %.1f s before the deadline", deadline - time.monotonic())
+
+    # -- status
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank that was started has a pack."""
+        return all(server.has_pack and server.phase == "ready" for server in self.servers.values())
+
+    def status(self) -> dict[str, Any]:
+        """What /v1/status and the `status` message say. JSON-able, documented in docs/reference/status.md."""
+        health = self.snapshots.health
+        return {
+            "version": 1,
+            "dataset": self.dataset.metadata.name,
+            "spec_hash": self.spec_hash,
+            "started_unix_seconds": self.started,
+            "world_size": self._world_size or None,
+            "ready": self.ready,
+            "ranks": [self._rank_status(server) for _, server in sorted(self.servers.items())],
+            "known_bad_images": len(self._known_bad),
+            "snapshots": {
+                "uri": self._store.uri if self._store is not None else None,
+                "last_step": health.last_step,
+                "last_unix_seconds": health.last_time,
+                "completed": health.completed,
+                "failed": health.failed,
+                "given_up": health.given_up,
+                "waiting": self.snapshots.waiting,
+                "problem": health.problem,
+            },
+        }
+
+    def _rank_status(self, server: RankServer) -> dict[str, Any]:
+        tally = server.tally
+        budget = self.dataset.spec.budgets.max_tokens
+        return {
+            "rank": server.rank,
+            "local_rank": server.local_rank,
+            "phase": server.phase,
+            "problem": str(server.failure) if server.failure is not None else "",
+            "attached": server.listener is not None,
+            "producer_pid": server.pid or None,
+            "next_step": server.progress.next_step,
+            "packs_published": tally.published,
+            "packs_acknowledged": tally.acknowledged,
+            "tokens": tally.tokens,
+            "fill": tally.tokens / (tally.published * budget) if tally.published else None,
+            "images": tally.images,
+            "work_seconds": tally.work_seconds,
+            "ring_wait_seconds": tally.ring_wait_seconds,
+            "trainer_wait_seconds": tally.trainer_wait_seconds,
+            "restarts": tally.restarts,
+            "ring": {
+                "capacity_bytes": server.ring_bytes,
+                "used_bytes": tally.used_bytes,
+                "epoch": server.epoch,
+            },
+            "drops": tally.drops,
+        }

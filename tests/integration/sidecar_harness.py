@@ -1,0 +1,243 @@
+"""Sidecar and trainers as real processes, for tests that kill them. Each wait has a deadline and says what it saw."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bagelplane.client.reader import NumpyReader
+from bagelplane.engine.pack import Pack
+from bagelplane.errors import BagelplaneError
+from bagelplane.sidecar.supervisor import SidecarSettings, run_sidecar
+from bagelplane.spec import BagelDataset
+from tests.integration.fake_stream import Topology, open_rank_stream
+
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE_SECONDS = 30.0
+FAKE_STREAM = "tests.integration.fake_stream:open_rank_stream"
+
+
+def make_dataset(*, snapshots: Path | None, every: int = 10, keep: int = 3, **orders: str) -> BagelDataset:
+    """A resource for the fake stream; `orders` are its annotations without `fake/`."""
+    spec: dict[str, Any] = {
+        "profile": "Automodel",
+        "sharding": {"mode": "Bagel"},
+        "tokenizer": {"uri": "tokenizer.json"},
+        "groups": [
+            {
+                "name": "t2i",
+                "type": "t2i_pretrain",
+                "datasets": [{"name": "t2i", "uri": "data"}],
+                "imageTransform": {"stride": 16, "maxSize": 1024, "minSize": 512},
+            }
+        ],
+        "dataplane": {"ring": {"size": "64Ki"}},
+    }
+    if snapshots is not None:
+        spec["snapshots"] = {"uri": str(snapshots), "everySteps": every, "keepLast": keep}
+    annotations = {f"fake/{name.replace('_', '-')}": value for name, value in orders.items()}
+    return BagelDataset.from_mapping(
+        {
+            "apiVersion": "bagelplane.io/v1alpha1",
+            "kind": "BagelDataset",
+            "metadata": {"name": "fake", "annotations": annotations},
+            "spec": spec,
+        }
+    )
+
+
+def digest(pack: Pack, images: list[Any]) -> str:
+    """Of everything that a trainer sees of a pack, and of its state."""
+    hashed = hashlib.sha256(json.dumps([pack.step, pack.scalars, pack.state], sort_keys=True).encode())
+    for name, array in sorted(pack.arrays.items()):
+        hashed.update(name.encode() + array.tobytes())
+    for image in images:
+        hashed.update(str(image.shape).encode() + image.tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def undisturbed(dataset: BagelDataset, rank: int, world_size: int, steps: int) -> list[str]:
+    """Digests of the stream as it comes without ring, process or snapshot."""
+    stream = open_rank_stream(dataset, Topology(rank, world_size, dataset.spec.sharding.workers_per_rank))
+    digests = []
+    for _ in range(steps):
+        images: list[Any] = []
+
+        def allocate(pack: Pack, images: list[Any] = images) -> list[Any]:
+            import numpy as np
+
+            images[:] = [np.zeros((*shape, 3), np.uint8) for shape in pack.image_shapes]
+            return images
+
+        pack = stream.next_pack(allocate)
+        digests.append(digest(pack, images))
+    return digests
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
+    """Its first true value; a failure after the deadline that says what was waited for and the last value."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"waited {seconds} s for {what}; last seen: {value!r}")
+        time.sleep(0.01)
+
+
+class Process:
+    """A child process with its output in a file; killed at the end of the test whatever happens."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-Werror", "-m", *arguments],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def kill(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait(DEADLINE_SECONDS)
+
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> int:
+        try:
+            return self.popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.popen.args} still runs after {seconds} s; {self.tail()}") from None
+
+    def tail(self) -> str:
+        return f"the end of {self.log.name}: {self.log.read_text()[-3000:]}"
+
+
+class Sidecar(Process):
+    """A supervisor over the fake stream."""
+
+    def __init__(self, folder: Path, dataset: BagelDataset, **settings: Any) -> None:
+        self.directory = folder / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        resource = folder / "dataset.json"
+        resource.write_text(json.dumps(dataset.to_mapping()))
+        chosen = {"directory": str(self.directory), "stream_factory": FAKE_STREAM, **settings}
+        super().__init__(
+            folder / "sidecar.log",
+            "tests.integration.sidecar_harness",
+            "sidecar",
+            str(resource),
+            json.dumps(chosen),
+        )
+
+    def wait_serving(self) -> None:
+        def look() -> bool:
+            assert self.popen.poll() is None, self.tail()
+            return (self.directory / "sidecar.sock").is_socket() and "serving" in self.log.read_text()
+
+        wait_for(look, "the sidecar's socket")
+
+    def terminate(self, seconds: float = DEADLINE_SECONDS) -> int:
+        self.popen.send_signal(signal.SIGTERM)
+        return self.wait(seconds)
+
+    def reader(self, rank: int = 0, world_size: int = 1, **settings: Any) -> NumpyReader:
+        settings = {"local_rank": rank, "timeout_seconds": DEADLINE_SECONDS, **settings}
+        return NumpyReader(self.directory, rank=rank, world_size=world_size, **settings)
+
+
+class Trainer(Process):
+    """Takes packs until it has `steps` of them, one line each in its record; a new one continues the record."""
+
+    def __init__(self, folder: Path, directory: Path, rank: int, world_size: int, steps: int) -> None:
+        self.record = folder / f"trainer-{rank}.txt"
+        super().__init__(
+            folder / f"trainer-{rank}.log",
+            "tests.integration.sidecar_harness",
+            "trainer",
+            str(directory),
+            str(self.record),
+            *map(str, (rank, world_size, steps)),
+        )
+
+
+def recorded(record: Path) -> list[str]:
+    """The digests that a trainer has written, whole lines only."""
+    if not record.exists():
+        return []
+    text = record.read_text()
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Living processes whose command line or open memory maps name the run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if (
+                str(directory) in (entry / "cmdline").read_text()
+                or str(directory) in (entry / "maps").read_text()
+            ):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def _run_sidecar(resource: str, settings: str) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    chosen = json.loads(settings)
+    chosen["directory"] = Path(chosen["directory"])
+    dataset = BagelDataset.from_mapping(json.loads(Path(resource).read_text()))
+    try:
+        return run_sidecar(dataset, SidecarSettings(**chosen))
+    except BagelplaneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run_trainer(directory: str, record: str, rank: str, world_size: str, steps: str) -> int:
+    path = Path(record)
+    digests = recorded(path)
+    path.write_text("".join(f"{line}\n" for line in digests))
+    reader = NumpyReader(
+        directory,
+        rank=int(rank),
+        local_rank=int(rank),
+        world_size=int(world_size),
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    if digests:
+        reader.resume(step=len(digests))
+    with path.open("a") as file:
+        for step in range(len(digests), int(steps)):
+            pack, images = reader.next_pack()
+            assert pack.step == step, (pack.step, step)
+            file.write(digest(pack, images) + "\n")
+            file.flush()
+    reader.close()
+    return 0
+
+
+if __name__ == "__main__":
+    role, *rest = sys.argv[1:]
+    sys.exit(_run_sidecar(*rest) if role == "sidecar" else _run_trainer(*rest))
