@@ -1,0 +1,1 @@
+"""The suites. A test is a claim; see CONTRIBUTING.md."""
