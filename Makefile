@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-builtin-rules
-.PHONY: help env test test-quick checks lint format docs bench demo verify pins clean
+.PHONY: help env test test-quick checks services lint format docs bench demo verify pins clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -20,11 +20,11 @@ env: .venv/ready ## the environment: .venv, from the pins in constraints/
 	$(call stage,environment,tools/environment.sh)
 
 # pytest is last, so that its closing line ends the output.
-test: checks ## everything: environment, checks, all suites
+test: checks services ## everything: environment, checks, all suites
 	@printf '\n== pytest\n'
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
-test-quick: checks ## the same without what is marked cluster or slow: under three minutes
+test-quick: checks services ## the same without what is marked cluster or slow: under three minutes
 	@printf '\n== pytest\n'
 	@$(PY) -m pytest -m 'not cluster and not slow' $(PYTEST_ARGS)
 
@@ -33,6 +33,10 @@ checks: .venv/ready
 	$(call stage,ruff format,$(PY) -m ruff format --check .)
 	$(call stage,mypy,$(PY) -m mypy)
 	$(call stage,import-linter,.venv/bin/lint-imports --no-logo)
+
+# The S3 server of the tests is built once, into the user's cache.
+services: .venv/ready
+	$(call stage,services,$(PY) -m tests.services.versitygw)
 
 lint: checks ## ruff, mypy in strict mode, import contracts
 
