@@ -141,6 +141,96 @@ def data_of(recording: Path, config: dict[str, Any]) -> Path:
     return HERE / str(config.get("data", "odd" if recording.stem.startswith("stream_odd") else "data"))
 
 
+def _budgets(config: dict[str, Any], expected: int, most: int, per_sample: int, prefer: int, buffer: int) -> None:
+    config["packing"] |= {
+        "expected_num_tokens": expected,
+        "max_num_tokens": most,
+        "max_num_tokens_per_sample": per_sample,
+        "prefer_buffer_before": prefer,
+        "max_buffer_size": buffer,
+    }
+
+
+def _odd_workers(config: dict[str, Any]) -> None:
+    """Rows that drop, in two workers of two ranks: each worker's draws shift alone."""
+    config |= {"data": "odd", "num_workers": 2, "global_seed": 77, "packs": 20}
+
+
+def _frames(config: dict[str, Any]) -> None:
+    """Frame folders, fewer wanted than there are: intervals of many frames, and permutations where they end."""
+    groups = config["grouped_datasets"]
+    groups["vlm_sft"]["frame_sampler_args"] = {"max_num_frames": 6, "min_num_frames": 2}
+    config["grouped_datasets"] = {"vlm_sft": groups["vlm_sft"]}
+    config |= {"data": "odd", "world_size": 1, "global_seed": 6, "packs": 60}
+    _budgets(config, 600, 1024, 900, 300, 4)
+
+
+def _large(config: dict[str, Any]) -> None:
+    """The sizes and budgets of a real run: up to 1024 and 980 pixels, 32768 tokens expected."""
+    groups = config["grouped_datasets"]
+    groups["t2i_pretrain"]["image_transform_args"] |= {"max_image_size": 1024, "min_image_size": 512}
+    groups["unified_edit"]["image_transform_args"] |= {"max_image_size": 1024, "min_image_size": 512}
+    groups["unified_edit"]["vit_image_transform_args"] |= {"max_image_size": 518, "min_image_size": 224}
+    groups["vlm_sft"]["image_transform_args"] |= {"max_image_size": 980, "min_image_size": 378}
+    config |= {"world_size": 1, "packs": 4}
+    _budgets(config, 32768, 36864, 16384, 16384, 50)
+
+
+def _uneven_workers(config: dict[str, Any]) -> None:
+    """Three workers: tails are cut off; dense masks and interpolated positions in workers."""
+    config["packing"] |= {"use_flex": False, "interpolate_pos": True, "max_latent_size": 32}
+    config |= {"world_size": 1, "num_workers": 3, "global_seed": 12, "packs": 15}
+
+
+def _wraps(config: dict[str, Any]) -> None:
+    """Few units, so that every group starts over several times; files repeated; lines cut and not shuffled."""
+    groups = config["grouped_datasets"]
+    groups["t2i_pretrain"]["num_used_data"] = [2]
+    groups["unified_edit"]["num_used_data"] = [1]
+    groups["vlm_sft"] |= {"num_used_data": [7], "shuffle_lines": False}
+    config |= {"data": "odd", "world_size": 1, "global_seed": 21, "packs": 40}
+
+
+def _full_buffer(config: dict[str, Any]) -> None:
+    """A buffer that is hardly ever drawn from fills to its fifty samples, then samples are lost."""
+    for group in config["grouped_datasets"].values():
+        group["is_mandatory"] = False
+    config |= {"world_size": 1, "global_seed": 8, "packs": 90}
+    _budgets(config, 590, 600, 560, 1, 50)
+
+
+def _mandatory_only(config: dict[str, Any]) -> None:
+    """Weight 0 with mandatory, weights far apart, no global seed: group choice at its edges."""
+    groups = config["grouped_datasets"]
+    groups["t2i_pretrain"]["weight"] = 0
+    groups["unified_edit"] |= {"weight": 0.125, "is_mandatory": True}
+    groups["vlm_sft"] |= {"weight": 2.5, "is_mandatory": False}
+    config |= {"world_size": 2, "global_seed": None, "packs": 20}
+
+
+EXTRA = {
+    "odd_workers": _odd_workers,
+    "frames": _frames,
+    "large": _large,
+    "uneven_workers": _uneven_workers,
+    "wraps": _wraps,
+    "full_buffer": _full_buffer,
+    "mandatory_only": _mandatory_only,
+}
+
+
+def write_extra(name: str) -> Path:
+    """Record one stream of our own: the configuration of `a_default`, changed for one corner."""
+    config = json.loads((HERE / "stream_a_default.json").read_text())["config"]
+    config["data"] = "data"
+    EXTRA[name](config)
+    path = HERE / "extra" / f"stream_{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    recording = {"config": config, "ranks": record(config, HERE / config["data"])}
+    path.write_text(json.dumps(recording, separators=(",", ":")) + "\n")
+    return path
+
+
 def verify(path: Path) -> list[str]:
     recorded = json.loads(path.read_text())
     got = json.loads(json.dumps(record(recorded["config"], data_of(path, recorded["config"]))))
@@ -157,6 +247,11 @@ def main(arguments: list[str]) -> int:
             failed += bool(lines)
             print(f"{name}: {'as recorded' if not lines else lines[0]}", flush=True)
         return 1 if failed else 0
+    if command == "extra":
+        for name in names or EXTRA:
+            path = write_extra(name)
+            print(f"{path.relative_to(HERE)}: {path.stat().st_size} bytes", flush=True)
+        return 0
     raise SystemExit(f"unknown command {command!r}: verify or extra")
 
 
