@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from bagelplane.client.connection import Place
 from bagelplane.client.reader import DEFAULT_TIMEOUT_SECONDS, Image, NumpyReader
 from bagelplane.engine.layout import assemble
 from bagelplane.engine.pack import Pack
@@ -70,6 +71,11 @@ class PackedLoader:
             resume=resume,
             timeout_seconds=timeout_seconds,
         )
+
+    @property
+    def place(self) -> Place:
+        """Which of the trainer's processes this is: rank, local rank, world size, generation."""
+        return self._reader.place
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
