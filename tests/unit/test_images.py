@@ -329,7 +329,8 @@ RECORDED_REFUSALS = {
     },
     "odd": {
         "open": "part-00001 3, part-00003 8, part-00006 1, chunk-00000 4 1, chunk-00001 5 2, "
-        "chunk-00002 6 3, chunk-00003 7 2, chunk-00004 8 3, chunk-00005 9 2, chunk-00006 10 2, chunk-00007 11 1",
+        "chunk-00002 6 3, chunk-00003 7 2, chunk-00004 8 3, chunk-00005 9 2, chunk-00006 10 2, "
+        "chunk-00007 11 1",
         "decode": "part-00005 1",
     },
 }
