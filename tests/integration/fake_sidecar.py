@@ -103,6 +103,7 @@ class FakeSidecar:
         self.unacknowledged = unacknowledged
         self.attaches: list[Attach] = []
         self.acknowledged: list[int] = []
+        self.snapshot_answer: Message | None = None
         self.detached = threading.Event()
         self._on_attach = on_attach
         self._publish = publish
@@ -180,7 +181,7 @@ class FakeSidecar:
             self.acknowledged.append(message.step)
             self.unacknowledged = message.step + 1
         elif isinstance(message, Snapshot):
-            answer = Snapshotted(self.unacknowledged, "s3://bucket/snapshots")
+            answer = self.snapshot_answer or Snapshotted(self.unacknowledged, "s3://bucket/snapshots")
         elif isinstance(message, StatusRequest):
             answer = Status({"unacknowledged": self.unacknowledged})
         if answer is not None:

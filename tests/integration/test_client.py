@@ -235,6 +235,16 @@ def test_a_snapshot_covers_what_was_handed_over(tmp_path: Path, stack: ExitStack
     assert same(next(loader), expected(3))
 
 
+def test_a_refused_snapshot_is_told_at_once_and_the_stream_goes_on(tmp_path: Path, stack: ExitStack) -> None:
+    sidecar = serve(stack, tmp_path)
+    sidecar.snapshot_answer = Error("snapshot", "no snapshots.uri is set", "set it", fatal=False)
+    loader = connect(stack, tmp_path)
+    next(loader)
+    with pytest.raises(SnapshotError, match=r"no snapshots\.uri is set\. Fix: set it"):
+        loader.snapshot()
+    assert same(next(loader), expected(1))
+
+
 # ---- the sidecar dies
 
 

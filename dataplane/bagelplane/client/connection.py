@@ -42,6 +42,7 @@ from bagelplane.shm.protocol import (
     MessageSocket,
     Published,
     Resume,
+    Snapshotted,
     Waiting,
     Welcome,
 )
@@ -262,14 +263,15 @@ class Connection:
             elif isinstance(message, Waiting):
                 self._last_seen = f"sidecar said: {message.what} (for {message.since_seconds:.1f} s)"
             elif isinstance(message, Error):
-                self._handle_error(message)
+                self._handle_error(message, kind)
             elif not isinstance(message, kind):
                 raise ProtocolError(f"the sidecar sent {message.TYPE!r} instead of {kind.TYPE!r}")
             if isinstance(message, kind):
                 return message
 
-    def _handle_error(self, error: Error) -> None:
-        if error.fatal:
+    def _handle_error(self, error: Error, awaited: type[Message]) -> None:
+        # A refused snapshot is the answer to its request; the stream itself goes on.
+        if error.fatal or (awaited is Snapshotted and error.code == "snapshot"):
             cls = _ERROR_CLASSES.get(error.code, ProtocolError)
             raise cls(error.message, fix=error.fix)
         self._last_seen = f"sidecar said: {error.message}" + (f" Fix: {error.fix}" if error.fix else "")
