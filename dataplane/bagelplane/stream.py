@@ -93,8 +93,8 @@ class WorkerStream:
             self._ahead = None
             self._planner.restore(prepared.plan.before)
 
-    def skip_pack(self, *, verify: bool) -> int:
-        """Plan one pack without making it; its sequence length. `verify` decodes the images it rests on."""
+    def plan_pack(self, *, verify: bool) -> PackPlan:
+        """Plan one pack without making it, and go past it. `verify` decodes the images it rests on."""
         verified: set[str] = set()
         while True:
             prepared = self._ahead
@@ -107,7 +107,7 @@ class WorkerStream:
             )
             if not bad:
                 self._mark = plan.after
-                return plan.pack.length
+                return plan
             self._note_bad(bad)
             self._planner.restore(plan.before)
 
@@ -255,12 +255,23 @@ class RankStream:
                 fix="use an older state",
             )
         while self.step < step:
-            number = self.step % len(self._workers)
-            self._workers[number].skip_pack(verify=verify)
+            self._workers[self.step % len(self._workers)].plan_pack(verify=verify)
             self.step += 1
             if on_progress is not None:
                 on_progress(self.step)
         self._worker_states = [worker.state() for worker in self._workers]
+
+    def plan_pack(self, *, verify: bool = False) -> PackPlan:
+        """Plan the rank's next pack from headers and text, and go past it: a forecast, no pixels are made.
+
+        In the Automodel profile an image that opens and does not decode moves the stream. So the plan is certain
+        to be what `next_pack` gives only with `verify`, which decodes the images that it rests on.
+        """
+        number = self.step % len(self._workers)
+        plan = self._workers[number].plan_pack(verify=verify)
+        self._worker_states[number] = self._workers[number].state()
+        self.step += 1
+        return plan
 
     def state(self) -> dict[str, Any]:
         """JSON-able state after `step` packs."""
