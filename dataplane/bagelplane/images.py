@@ -24,10 +24,10 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
 
+from bagelplane.png_text import MAX_CHUNK_BYTES, without_bulky_text
+
 PIXEL_LIMIT = 200_000_000
 """Pillow's limit in pixels; as with Pillow, images are refused above twice that."""
-
-TEXT_CHUNK_LIMIT_BYTES = 1 << 30
 
 _CAUSE_LIMIT_CHARACTERS = 160
 
@@ -66,7 +66,7 @@ def configure_pillow() -> None:
     """Sets Pillow's process-wide limits to those of the recorded streams, and loads all of its formats."""
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     Image.MAX_IMAGE_PIXELS = PIXEL_LIMIT
-    PngImagePlugin.MAX_TEXT_CHUNK = TEXT_CHUNK_LIMIT_BYTES
+    PngImagePlugin.MAX_TEXT_CHUNK = MAX_CHUNK_BYTES
     # Left to itself, Pillow does this at the first image of a rare format; a second thread that opens one
     # meanwhile is told that there is no such format.
     Image.init()
@@ -135,6 +135,8 @@ def _opened_size(data: bytes) -> tuple[int, int]:
 def _open(data: bytes) -> ImageFile.ImageFile:
     if not data:
         raise ImageError("no bytes")
+    if data[:4] == b"\x89PNG":
+        data = without_bulky_text(data)
     image = Image.open(io.BytesIO(data))
     if image.format in _REFUSED_FORMATS:
         raise ImageError(f"{image.format} is not opened: it would run an external program")
