@@ -264,7 +264,7 @@ class RankStream:
     def plan_pack(self, *, verify: bool = False) -> PackPlan:
         """Plan the rank's next pack from headers and text, and go past it: a forecast, no pixels are made.
 
-        In the Automodel profile an image that opens and does not decode moves the stream. So the plan is certain
+        In the Automodel profile an image that opens and does not decode moves the stream. So the plan is sure
         to be what `next_pack` gives only with `verify`, which decodes the images that it rests on.
         """
         number = self.step % len(self._workers)
