@@ -1,4 +1,4 @@
-"""A rank's stream of small packs, a pure function of rank, world size and step: for tests of everything around it.
+"""A rank's stream of small packs, a pure function of rank, world size and step: for tests of all around it.
 
 What it shall do wrong is said in the resource's annotations: `fake/fail-at: "7"` (a DataError at step 7),
 `fake/crash-at` (an exception of no kind of ours), `fake/bad-at` (an image found undecodable there),

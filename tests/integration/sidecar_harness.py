@@ -1,4 +1,4 @@
-"""Sidecar and trainers as real processes, for tests that kill them. Each wait has a deadline and says what it saw."""
+"""Sidecar and trainers as real processes, for tests that kill them. Each wait has a deadline."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Sidecar(Process):
 
 
 class Trainer(Process):
-    """Takes packs until it has `steps` of them, one line each in its record; a new one continues the record."""
+    """Takes packs until it has `steps`, one line each in its record; a new one continues the record."""
 
     def __init__(self, folder: Path, directory: Path, rank: int, world_size: int, steps: int) -> None:
         self.record = folder / f"trainer-{rank}.txt"

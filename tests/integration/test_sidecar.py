@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import stat
+import struct
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 
+from bagelplane.client.reader import NumpyReader
+from bagelplane.errors import BagelplaneError, DataError, ProtocolError, SnapshotError
+from bagelplane.shm.protocol import (
+    SIDECAR_MESSAGES,
+    Ack,
+    Attach,
+    Attached,
+    Error,
+    Hello,
+    Message,
+    MessageSocket,
+    Published,
+    Resume,
+    Welcome,
+)
+from bagelplane.sidecar.snapshots import SnapshotStore
+from bagelplane.spec import BagelDataset, spec_hash
+from bagelplane.storage import StorageSettings, open_storage
 from tests.integration.sidecar_harness import (
+    DEADLINE_SECONDS,
     Sidecar,
     Trainer,
     digest,
@@ -18,23 +49,498 @@ from tests.integration.sidecar_harness import (
     wait_for,
 )
 
+Start = Callable[..., Sidecar]
+
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    for pid in processes_of(tmp_path):
-        raise AssertionError(f"process {pid} was left over: {Path(f'/proc/{pid}/cmdline').read_text()}")
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts sidecars in the test's folder. At the end all are ended, and nothing of theirs may be left."""
+    started: list[Sidecar] = []
 
-
-def test_a_rank_gets_the_undisturbed_stream(folder: Path) -> None:
-    dataset = make_dataset(snapshots=folder / "snapshots")
-    sidecar = Sidecar(folder, dataset)
-    try:
+    def start_one(dataset: BagelDataset, **settings: Any) -> Sidecar:
+        sidecar = Sidecar(tmp_path, dataset, **settings)
+        started.append(sidecar)
         sidecar.wait_serving()
-        with sidecar.reader() as reader:
-            digests = [digest(*reader.next_pack()) for _ in range(50)]
-        assert digests == undisturbed(dataset, 0, 1, 50)
-        assert sidecar.terminate() == 0, sidecar.tail()
-        assert not sidecar.directory.exists(), list(sidecar.directory.iterdir())
-    finally:
+        return sidecar
+
+    yield start_one
+    for sidecar in started:
         sidecar.kill()
+    wait_for(lambda: not processes_of(tmp_path / "run"), f"the end of {processes_of(tmp_path / 'run')}")
+
+
+def take(reader: NumpyReader, count: int) -> list[str]:
+    return [digest(*reader.next_pack()) for _ in range(count)]
+
+
+def store_of(dataset: BagelDataset) -> SnapshotStore:
+    assert dataset.spec.snapshots.uri is not None
+    return SnapshotStore(open_storage(StorageSettings()), dataset.spec.snapshots.uri, spec_hash(dataset))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def fetch(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+class RawClient:
+    """Speaks the protocol by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(directory / "sidecar.sock"))
+        self.messages = MessageSocket(sock, SIDECAR_MESSAGES)
+
+    def send(self, message: Message) -> None:
+        self.messages.send(message, timeout_seconds=DEADLINE_SECONDS)
+
+    def receive(self, *kinds: type[Message]) -> Message:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        last: object = "nothing"
+        while time.monotonic() < deadline:
+            message = self.messages.receive(timeout_seconds=1.0)
+            if isinstance(message, kinds):
+                return message
+            last = message or last
+        raise AssertionError(f"no {kinds} in time; last seen: {last!r}")
+
+    def attach(self, *, rank: int = 0, world_size: int = 1, generation: int = 0) -> Message:
+        self.send(Hello(1, "raw"))
+        self.receive(Welcome)
+        self.send(Attach(rank, rank, world_size, generation, Resume()))
+        return self.receive(Attached, Error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.messages.close()
+
+
+# ---- serving
+
+
+def test_two_ranks_get_their_undisturbed_streams_and_nothing_is_left(start: Start, tmp_path: Path) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots")
+    sidecar = start(dataset)
+    with sidecar.reader(0, 2) as first, sidecar.reader(1, 2) as second:
+        seen: list[list[str]] = [[], []]
+        for _ in range(60):
+            seen[0] += take(first, 1)
+            seen[1] += take(second, 1)
+    assert seen == [undisturbed(dataset, rank, 2, 60) for rank in (0, 1)]
+    assert sidecar.terminate() == 0, sidecar.tail()
+    assert not sidecar.directory.exists()
+
+
+def test_socket_ring_and_directory_are_for_this_user_alone(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with sidecar.reader() as reader:
+        take(reader, 1)
+        modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in sidecar.directory.iterdir()}
+    assert modes == {"sidecar.sock": 0o600, "sidecar.lock": 0o600, "ring-0.bin": 0o600}
+    assert stat.S_IMODE(sidecar.directory.stat().st_mode) == 0o700
+
+
+def test_a_second_sidecar_in_one_directory_is_refused_and_a_dead_ones_is_taken_over(
+    start: Start, tmp_path: Path
+) -> None:
+    dataset = make_dataset(snapshots=None)
+    first = start(dataset)
+    second = Sidecar(tmp_path, dataset)
+    assert second.wait() == 6
+    assert f"another sidecar runs in {first.directory}; got process {first.pid}" in second.tail()
+    assert (first.directory / "sidecar.sock").is_socket()
+    first.kill()
+    assert (first.directory / "sidecar.sock").is_socket(), "a killed one cannot clean up"
+    third = start(dataset)
+    with third.reader() as reader:
+        assert take(reader, 3) == undisturbed(dataset, 0, 1, 3)
+
+
+def test_what_makes_serving_impossible_is_said_before_a_trainer_comes(tmp_path: Path) -> None:
+    dataset = make_dataset(snapshots=None, refuse="nothing below s3://bucket/t2i/")
+    sidecar = Sidecar(tmp_path, dataset)
+    assert sidecar.wait() == 5
+    text = sidecar.log.read_text()
+    assert "error: nothing below s3://bucket/t2i/; got nothing; expected something. Fix: another" in text
+    assert "Traceback" not in text
+    assert not sidecar.directory.exists()
+
+
+def test_a_ring_larger_than_its_volume_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    data = make_dataset(snapshots=None).to_mapping()
+    data["spec"]["dataplane"]["ring"]["size"] = str(2**50)
+    sidecar = Sidecar(tmp_path, BagelDataset.from_mapping(data))
+    assert sidecar.wait() == 6
+    text = sidecar.log.read_text()
+    assert "too small for the ring" in text
+    assert str(2**50 + 4096) in text
+    assert "bytes free" in text
+    assert "Traceback" not in text
+    assert not sidecar.directory.exists()
+
+
+def test_an_error_of_the_stream_reaches_the_trainer_as_one(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None, fail_at="3"))
+    with sidecar.reader() as reader:
+        take(reader, 3)
+        with pytest.raises(DataError, match="gives nothing but drops; got 1000 drops") as caught:
+            take(reader, 1)
+    assert caught.value.fix == "look at the data"
+    assert "Traceback" not in sidecar.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_producer_that_crashes_again_and_again_is_given_up(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None, crash_at="2"))
+    with sidecar.reader(timeout_seconds=60) as reader:
+        take(reader, 2)
+        with pytest.raises(
+            BagelplaneError, match=r"in a row without a pack.*ZeroDivisionError: made to fail"
+        ):
+            take(reader, 1)
+
+
+def test_garbage_harms_only_who_sends_it(start: Start) -> None:
+    dataset = make_dataset(snapshots=None)
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        digests = take(reader, 2)
+        for garbage in (b"\xff" * 100, struct.pack("<I", 3) + b"abc", struct.pack("<I", 2**31)):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(str(sidecar.directory / "sidecar.sock"))
+                sock.sendall(garbage)
+                sock.settimeout(DEADLINE_SECONDS)
+                while sock.recv(65536):
+                    pass  # an error message; what counts is the end of the connection
+        with RawClient(sidecar.directory) as client:
+            assert isinstance(client.attach(rank=1, world_size=2), Error), "another topology"
+        digests += take(reader, 20)
+    assert digests == undisturbed(dataset, 0, 1, 22)
+
+
+def test_an_acknowledgement_of_what_was_never_given_is_refused(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with RawClient(sidecar.directory) as client:
+        client.attach()
+        client.receive(Published)
+        client.send(Ack(1000))
+        error = client.receive(Error)
+        assert isinstance(error, Error)
+        assert error.code == "protocol"
+        assert "never given" in error.message
+
+
+def test_a_rank_that_is_taken_waits_and_then_says_busy(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with RawClient(sidecar.directory) as first, RawClient(sidecar.directory) as second:
+        assert isinstance(first.attach(), Attached)
+        error = second.attach()
+        assert isinstance(error, Error)
+        assert (error.code, error.fatal) == ("busy", False)
+
+
+def test_a_trainer_of_another_generation_is_refused(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None), generation=4)
+    with RawClient(sidecar.directory) as client:
+        error = client.attach(generation=3)
+        assert isinstance(error, Error)
+        assert error.fatal
+        assert "generation 3" in error.message
+        assert "generation 4" in error.message
+
+
+# ---- place in the stream
+
+
+def test_a_trainer_that_comes_again_continues_with_the_next_unacknowledged_step(start: Start) -> None:
+    dataset = make_dataset(snapshots=None)
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        digests = take(reader, 7)
+    with sidecar.reader() as reader:
+        digests += take(reader, 7)
+    assert digests == undisturbed(dataset, 0, 1, 14)
+
+
+def test_ranks_may_come_again_in_another_order(start: Start) -> None:
+    dataset = make_dataset(snapshots=None)
+    sidecar = start(dataset)
+    for rank, local_rank in ((0, 0), (1, 1)):
+        with sidecar.reader(rank, 2, local_rank=local_rank) as reader:
+            take(reader, 5)
+    for rank, local_rank in ((0, 1), (1, 0)):
+        with sidecar.reader(rank, 2, local_rank=local_rank) as reader:
+            assert take(reader, 5) == undisturbed(dataset, rank, 2, 10)[5:]
+
+
+@pytest.mark.parametrize("step", [0, 3, 14, 15, 17, 40])
+def test_any_step_can_be_asked_for(start: Start, tmp_path: Path, step: int) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=5)
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        take(reader, 15)
+        reader.resume(step=step)
+        assert take(reader, 5) == undisturbed(dataset, 0, 1, step + 5)[step:]
+
+
+def test_a_state_from_a_checkpoint_continues_in_a_new_sidecar(start: Start) -> None:
+    dataset = make_dataset(snapshots=None)
+    first = start(dataset)
+    with first.reader() as reader:
+        take(reader, 9)
+        state = json.loads(json.dumps(reader.state_dict()))
+    assert first.terminate() == 0
+    second = start(dataset)
+    with second.reader() as reader:
+        reader.load_state_dict(state)
+        assert take(reader, 4) == undisturbed(dataset, 0, 1, 13)[9:]
+
+
+def test_another_topology_in_mid_run_is_refused_and_both_are_named(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with sidecar.reader(0, 2) as reader:
+        take(reader, 3)
+    with (
+        sidecar.reader(0, 4) as reader,
+        pytest.raises(SnapshotError, match=r"step 3.*world size 4.*world size 2"),
+    ):
+        take(reader, 1)
+
+
+# ---- snapshots
+
+
+def test_snapshots_are_written_every_n_acknowledged_steps_and_kept_as_asked(
+    start: Start, tmp_path: Path
+) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=10, keep=2)
+    sidecar = start(dataset)
+    store = store_of(dataset)
+    with sidecar.reader(0, 2) as first, sidecar.reader(1, 2) as second:
+        for _ in range(45):
+            take(first, 1)
+            take(second, 1)
+        wait_for(
+            lambda: [entry.step for entry in store.entries()] == [30, 40], "the snapshots of steps 30 and 40"
+        )
+    manifest = store.load("latest")
+    assert manifest is not None
+    assert manifest.topology.world_size == 2
+    assert store.load_state(manifest, 1)["step"] == 40
+
+
+def test_a_snapshot_asked_for_is_complete_when_all_ranks_are_there(start: Start, tmp_path: Path) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=1000)
+    sidecar = start(dataset)
+    store = store_of(dataset)
+    with sidecar.reader(0, 2) as first, sidecar.reader(1, 2) as second:
+        take(first, 7)
+        take(second, 5)
+        answer = first.snapshot()
+        assert (answer.step, answer.uri) == (7, store.step_uri(7))
+        assert store.load("latest") is None, "rank 1 has not come so far"
+        take(second, 2)
+        wait_for(lambda: store.load("latest"), "the snapshot's completion")
+
+
+def test_a_snapshot_without_a_place_for_it_is_an_error_that_says_so(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with sidecar.reader(timeout_seconds=3) as reader:
+        take(reader, 1)
+        with pytest.raises((SnapshotError, ProtocolError), match="names no place"):
+            reader.snapshot()
+
+
+def test_sigterm_ends_with_a_snapshot_and_status_0_and_the_run_goes_on_there(
+    start: Start, tmp_path: Path
+) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=1000)
+    sidecar = start(dataset)
+    with sidecar.reader(0, 2) as first, sidecar.reader(1, 2) as second:
+        take(first, 12)
+        take(second, 11)
+        assert sidecar.terminate() == 0, sidecar.tail()
+    manifest = store_of(dataset).load("latest")
+    assert manifest is not None
+    assert manifest.step == 11, "the newest step that both have taken"
+    sidecar = start(dataset)
+    for rank in (0, 1):
+        with sidecar.reader(rank, 2) as reader:
+            assert take(reader, 5) == undisturbed(dataset, rank, 2, 16)[11:]
+
+
+def test_sigterm_ends_within_the_grace_period_when_the_store_is_away(start: Start, tmp_path: Path) -> None:
+    snapshots = tmp_path / "snapshots"
+    dataset = make_dataset(snapshots=snapshots, every=1000)
+    sidecar = start(dataset, grace_seconds=8.0)
+    with sidecar.reader() as reader:
+        take(reader, 3)
+        snapshots.write_text("a file where the folder should be")
+        begun = time.monotonic()
+        assert sidecar.terminate() == 0, sidecar.tail()
+    assert time.monotonic() - begun < 8.0
+    assert "snapshot of step 3" in sidecar.log.read_text()
+
+
+@pytest.mark.slow
+def test_resume_none_and_a_step_at_the_command_line(start: Start, tmp_path: Path) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=10)
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        take(reader, 25)
+    assert sidecar.terminate() == 0
+    for resume, step in (("latest", 25), (17, 17), ("none", 0)):
+        sidecar = start(dataset, resume=resume)
+        with sidecar.reader() as reader:
+            assert take(reader, 2) == undisturbed(dataset, 0, 1, step + 2)[step:], resume
+        sidecar.kill()
+
+
+def test_snapshots_of_another_spec_are_refused_before_a_trainer_comes(start: Start, tmp_path: Path) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=5)
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        take(reader, 5)
+    assert sidecar.terminate() == 0
+    data = dataset.to_mapping()
+    data["spec"]["groups"][0]["weight"] = 2.0
+    changed = BagelDataset.from_mapping(data)
+    refused = Sidecar(tmp_path, changed)
+    assert refused.wait() == 8
+    text = refused.tail()
+    assert "belongs to another dataset spec" in text
+    assert spec_hash(dataset)[:16] in text
+    assert spec_hash(changed)[:16] in text
+
+
+def test_bad_images_are_durable_before_a_pack_planned_with_them_is_given(
+    start: Start, tmp_path: Path
+) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=1000, bad_at="4")
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        assert take(reader, 5) == undisturbed(dataset, 0, 1, 5)
+    assert store_of(dataset).load_known_bad() == {"fake-image": "does not decode"}
+    sidecar.kill()
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        take(reader, 5)
+        assert reader.status()["known_bad_images"] == 1
+
+
+# ---- status
+
+
+def test_status_and_metrics_say_what_happens(start: Start) -> None:
+    port = free_port()
+    sidecar = start(make_dataset(snapshots=None), status_port=port)
+    assert fetch(port, "/healthz")[0] == 200
+    assert fetch(port, "/readyz")[0] == 200
+    with sidecar.reader() as reader:
+        take(reader, 6)
+        code, text = fetch(port, "/v1/status")
+        rank = json.loads(text)["ranks"][0]
+        assert code == 200
+        assert (rank["next_step"], rank["packs_acknowledged"], rank["attached"]) == (6, 6, True)
+        assert 0 < rank["fill"] < 1
+        assert set(rank["drops"]) == {"t2i"}
+        metrics = fetch(port, "/metrics")[1]
+        assert 'bagelplane_packs_acknowledged_total{rank="0"} 6.0' in metrics
+        assert 'bagelplane_drops_total{group="t2i",rank="0",reason="t2i_image_parse"}' in metrics
+        assert reader.status()["ranks"][0]["next_step"] == 6
+
+
+# ---- deaths
+
+
+def producer_pids(sidecar: Sidecar) -> list[int]:
+    path = Path(f"/proc/{sidecar.pid}/task/{sidecar.pid}/children")
+    try:
+        return [int(pid) for pid in path.read_text().split()]
+    except OSError:
+        return []
+
+
+def kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was ending anyway
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_producer_is_replaced_without_a_word_to_the_loop(start: Start) -> None:
+    dataset = make_dataset(snapshots=None)
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        digests = take(reader, 10)
+        epoch = reader.status()["ranks"][0]["ring"]["epoch"]
+        kill_process(reader.status()["ranks"][0]["producer_pid"])
+        digests += take(reader, 10)
+        rank = reader.status()["ranks"][0]
+    assert digests == undisturbed(dataset, 0, 1, 20)
+    assert rank["ring"]["epoch"] > epoch
+    assert rank["restarts"] == 1
+
+
+def test_producers_die_with_their_supervisor(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with sidecar.reader() as reader:
+        take(reader, 1)
+        pid = reader.status()["ranks"][0]["producer_pid"]
+        sidecar.kill()
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the producer's end")
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_leave_the_streams_as_they_are(start: Start, tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    draws = random.Random(seed)
+    rounds, steps, world_size = 20, 4000, 2
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=50, pack_seconds="0.004")
+    sidecar = start(dataset)
+    trainers = [Trainer(tmp_path, sidecar.directory, rank, world_size, steps) for rank in range(world_size)]
+    counts = {"producer": 0, "supervisor": 0, "trainer": 0}
+    try:
+        for _ in range(rounds):
+            before = [len(recorded(trainer.record)) for trainer in trainers]
+            time.sleep(draws.uniform(0.0, 0.6))  # the random moment itself, not a wait for anything
+            victim = draws.choice(list(counts))
+            counts[victim] += 1
+            if victim == "producer":
+                for pid in producer_pids(sidecar)[:1]:
+                    kill_process(pid)
+            elif victim == "supervisor":
+                sidecar.kill()
+                sidecar = start(dataset)
+            else:
+                rank = draws.randrange(world_size)
+                trainers[rank].kill()
+                trainers[rank] = Trainer(tmp_path, sidecar.directory, rank, world_size, steps)
+            if draws.random() < 0.5:  # else the next blow falls before this one is mended
+                for trainer, count in zip(trainers, before, strict=True):
+                    progress = f"rank {trainer.record.name} to go on after {count} ({victim}, seed {seed})"
+                    wait_for(
+                        lambda trainer=trainer, count=count: len(recorded(trainer.record)) > count, progress
+                    )
+        lengths = [len(recorded(trainer.record)) for trainer in trainers]
+        for trainer in trainers:
+            assert trainer.popen.poll() is None, f"{trainer.tail()}\n{sidecar.tail()}\nseed {seed}"
+    finally:
+        for trainer in trainers:
+            trainer.kill()
+    for rank, trainer in enumerate(trainers):
+        digests = recorded(trainer.record)
+        assert digests == undisturbed(dataset, rank, world_size, len(digests)), f"seed {seed}, {counts}"
+    print(f"\n{rounds} rounds {counts}, {lengths} steps checked, seed {seed}")
+    assert sidecar.terminate() == 0, sidecar.tail()
+    assert not sidecar.directory.exists() or not list(sidecar.directory.iterdir())
