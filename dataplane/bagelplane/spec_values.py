@@ -1,6 +1,6 @@
 """The kinds of value that fields of the resource hold: addresses, quantities, names.
 
-Each checks a value and raises FieldValueError, which says what is wrong and what to write; none opens anything.
+Each checks a value and raises FieldValueError, which says what is wrong and what to write. Opens nothing.
 """
 
 from __future__ import annotations
