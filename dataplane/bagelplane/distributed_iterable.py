@@ -28,7 +28,8 @@ def log_drop(
     count = counters[reason]
     if count <= 3 or count % every == 0:
         logger = logging.getLogger(type(owner).__module__)
-        logger.warning("%s drop[%s]=%d: " + message, name, reason, count, *args, exc_info=exc_info)
+        text = message % args if args else message
+        logger.warning("%s drop[%s]=%d: %s", name, reason, count, text, exc_info=exc_info)
 
 
 class DistributedIterableDataset(IterableDataset[Any]):

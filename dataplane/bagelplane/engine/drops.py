@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 
 class DropReason(StrEnum):
@@ -14,7 +15,7 @@ class DropReason(StrEnum):
 
     description: str
 
-    def __new__(cls, value: str, description: str) -> DropReason:
+    def __new__(cls, value: str, description: str) -> Self:
         member = str.__new__(cls, value)
         member._value_ = value
         member.description = description
@@ -51,8 +52,7 @@ class DropReason(StrEnum):
     )
     BUFFER_FULL = (
         "buffer_full",
-        "The sample did not fit into the open pack and the buffer was full (or it came from the buffer): "
-        "as in Automodel the pack is closed and the sample is lost.",
+        "The sample did not fit into the open pack and the buffer was full (or it came from there): it is lost.",
     )
 
 

@@ -43,6 +43,8 @@ def grid_positions(rows: int, columns: int, max_per_side: int, interpolate: bool
         )
     else:
         row_ids, column_ids = np.arange(rows), np.arange(columns)
-    positions = (row_ids[:, None] * max_per_side + column_ids[None, :]).reshape(-1).astype(np.int64)
+    positions: np.ndarray = (
+        (row_ids[:, None] * max_per_side + column_ids[None, :]).reshape(-1).astype(np.int64)
+    )
     positions.setflags(write=False)
     return positions

@@ -22,7 +22,7 @@ class RawPixels:
 
     def __init__(self, pixels: np.ndarray) -> None:
         self.pixels = np.ascontiguousarray(pixels, dtype=np.float32)
-        self.key = "raw:" + hashlib.sha256(self.pixels).hexdigest()
+        self.key = "raw:" + hashlib.sha256(self.pixels.tobytes()).hexdigest()
 
 
 def sample_from_mapping(mapping: Mapping[str, Any], group: str) -> Sample:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from bagelplane.errors import SnapshotError
+
+Outcome = TypeVar("Outcome")
 
 _MT_WORDS = 624  # state words of a Mersenne twister, both in Python and in NumPy
 
@@ -163,7 +165,7 @@ class LiveDraws:
     def subset(self, count: int, size: int) -> list[int]:
         return self._remember(sorted(self._rng.numpy.permutation(count)[:size].tolist()))
 
-    def _remember(self, outcome: Any) -> Any:
+    def _remember(self, outcome: Outcome) -> Outcome:
         self.outcomes.append(outcome)
         return outcome
 

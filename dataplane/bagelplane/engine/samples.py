@@ -6,6 +6,7 @@ dropped half-way has consumed the draws made up to that point (STREAM, Samples).
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -250,7 +251,8 @@ def plan_edit(row: EditRow, context: PlanContext, draws: Draws) -> Sample:
 
 
 def _plan_edit_steps(row: EditRow, context: PlanContext, draws: Draws) -> Sample:
-    assert context.vae is not None and context.vit is not None
+    assert context.vae is not None
+    assert context.vit is not None
     images, instructions = row.images, row.instructions
     if images is None:
         raise TypeError("image_list is null")
@@ -372,7 +374,7 @@ def sample_frames(count: int, sampler: FrameSampler, draws: Draws) -> list[int]:
         return list(range(count))
     bounds = np.linspace(0, count, wanted + 1).astype(int).tolist()
     try:
-        return [low + draws.choice(high - 1 - low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [low + draws.choice(high - 1 - low) for low, high in itertools.pairwise(bounds)]
     except IndexError:
         return draws.subset(count, wanted)
 
@@ -403,9 +405,10 @@ def _add_turns(
         if ids:
             sample.add_text(item, ids)
 
-    for number, (speaker, text) in enumerate(turns):
-        if number == 0 and frame_tags is not None:
-            text = text.replace(VIDEO_TAG, IMAGE_TAG * frame_tags)
+    if turns and frame_tags is not None:
+        speaker, text = turns[0]
+        turns = [(speaker, text.replace(VIDEO_TAG, IMAGE_TAG * frame_tags)), *turns[1:]]
+    for speaker, text in turns:
         if speaker == "gpt":
             add_text(LEARNT_TEXT, text)
         elif speaker == "human" and IMAGE_TAG not in text:

@@ -15,7 +15,7 @@ DEFAULT_EPOCH_SEED = 42
 
 def sort_units(units: Sequence[Unit]) -> list[Unit]:
     """Texts by value, tuples by their first two members."""
-    return sorted(units, key=lambda unit: unit if isinstance(unit, str) else unit[:2])  # type: ignore[arg-type,return-value]
+    return sorted(units, key=lambda unit: unit if isinstance(unit, str) else unit[:2])
 
 
 def shard_to_rank(

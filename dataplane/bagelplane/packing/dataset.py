@@ -103,7 +103,8 @@ class PackedDataset(IterableDataset[dict[str, Any]]):
             interpolate_pos=interpolate_pos,
             use_flex=use_flex,
         )
-        self._global_seed, self._data_seed = global_seed, None
+        self._global_seed = global_seed
+        self._data_seed: int | None = None
         self._dataset_info = dataset_info
         self._drop_counters: Counter[str] = Counter()
         self._iteration: _Iteration | None = None

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from bagelplane.engine.rng import Draws
-from bagelplane.engine.samples import ConversationRow, PlanContext, Sample, UnreadableImage, plan_conversation
+from bagelplane.engine.samples import (
+    ConversationRow,
+    EncodedImage,
+    PlanContext,
+    Sample,
+    UnreadableImage,
+    plan_conversation,
+)
 from bagelplane.images import ImageError
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.stored_image import StoredImage
@@ -72,7 +79,7 @@ class ImageFolder:
     def open_image(self, name: str) -> StoredImage:
         return self._stored(join_uri(self._uri, name))
 
-    def list_frames(self, name: str) -> Sequence[StoredImage]:
+    def list_frames(self, name: str) -> Sequence[EncodedImage]:
         """The frames of a folder (its name ends in a slash), by number; or of a video file."""
         uri = join_uri(self._uri, name)
         if not name.endswith("/"):

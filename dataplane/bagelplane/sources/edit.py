@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _COLUMNS = ["image_list", "instruction_list"]
 
 
-def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> list[Any]:
+def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> list[Any]:
     """(file, row group) pairs. Files are repeated or cut to `num_used` first."""
     units: list[Any] = []
     for dataset in config.datasets:

@@ -14,7 +14,7 @@ from bagelplane.sources.stored_image import StoredImage
 from bagelplane.storage import Storage
 
 
-def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> list[Any]:
+def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> list[Any]:
     """File URIs, repeated or cut to each data set's `num_used`."""
     units = []
     for dataset in config.datasets:

@@ -20,8 +20,7 @@ def load_tokenizer(
     data = storage.read_bytes(settings.uri)
     try:
         tokenizer = Tokenizer.from_str(data.decode("utf-8"))
-    # The binding raises plain Exception for whatever it does not like.
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the binding raises plain Exception for whatever it dislikes)
         raise SpecError(
             f"spec.tokenizer.uri: {settings.uri} is no tokenizer file",
             got=f"{len(data)} bytes, {str(error).splitlines()[0] if str(error) else type(error).__name__}",
