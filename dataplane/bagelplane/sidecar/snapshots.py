@@ -122,7 +122,10 @@ class SnapshotEntry:
 
 
 class SnapshotStore:
-    """Snapshots of one run below one URI. Thread-safe as far as the storage is: it holds no state itself."""
+    """Snapshots of one run below one URI. Thread-safe as far as the storage is: it holds no state itself.
+
+    An empty `spec_hash` reads snapshots of any spec: for people who look. Such a store does not write.
+    """
 
     def __init__(self, storage: SnapshotStorage, uri: str, spec_hash: str, *, dataset: str = "") -> None:
         self._storage = storage
@@ -137,6 +140,8 @@ class SnapshotStore:
 
         What a manifest names is never written again. SnapshotError when the place belongs to another run.
         """
+        if not self.spec_hash:
+            raise ValueError("a store without a spec hash is for reading")
         manifest = self._manifest_at(step)
         if manifest is not None:
             self._check_owner(manifest, topology)
@@ -365,7 +370,7 @@ class SnapshotStore:
             )
 
     def _check_spec(self, manifest: Manifest) -> None:
-        if manifest.spec_hash != self.spec_hash:
+        if self.spec_hash and manifest.spec_hash != self.spec_hash:
             raise SnapshotError(
                 f"the snapshot {manifest.uri} belongs to another dataset spec",
                 got=f"spec hash {manifest.spec_hash[:16]} (dataset {manifest.dataset or 'unknown'})",

@@ -1,0 +1,117 @@
+"""`bagelplane run`: the sidecar on this machine, for any trainer on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from bagelplane.errors import SpecError
+from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY
+from bagelplane.sidecar.rundir import DIRECTORY_VARIABLE, default_directory
+from bagelplane.sidecar.supervisor import SidecarSettings, run_sidecar
+from bagelplane.spec import load_dataset, refuse_unsupported
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def run(
+    dataset: Annotated[
+        Path, typer.Argument(help="The resource file (kind: BagelDataset).", show_default=False)
+    ],
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            envvar=DIRECTORY_VARIABLE,
+            help="Run directory for socket and rings, on a memory volume. Trainers find it in BAGELPLANE_DIR.",
+            show_default="/dev/shm/bagelplane-<uid>",
+        ),
+    ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="Where ranks begin that do not say it themselves: latest (newest snapshot), none (the start), "
+            "or the number of the next step."
+        ),
+    ] = "latest",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Ranks expected on this machine, for memory and threads. The trainers say what they are.",
+            show_default="PET_NPROC_PER_NODE, else 1",
+        ),
+    ] = None,
+    status_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port of /healthz, /readyz, /v1/status and /metrics; 0: none."),
+    ] = 0,
+    status_host: Annotated[str, typer.Option(help="Address that the status port is bound to.")] = "127.0.0.1",
+    grace: Annotated[
+        float, typer.Option(min=1.0, help="Seconds from SIGTERM to the end; the last snapshot takes most.")
+    ] = 25.0,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="Least level of the log, which goes to stderr.")
+    ] = "info",
+    stream_factory: Annotated[str, typer.Option(hidden=True)] = DEFAULT_STREAM_FACTORY,
+) -> None:
+    """Serve packs of a dataset to the trainers on this machine, until SIGTERM or Ctrl-C.
+
+    Checks the resource, the data, the tokenizer, the snapshots and the memory first: what is wrong there ends
+    it at once, with the exit code of the error. Then it waits; each rank's packs are made when its trainer
+    attaches. At the end it writes a snapshot of what the trainers took.
+
+    Example: bagelplane run dataset.yaml --ranks 2 --status-port 8090
+    """
+    resource = load_dataset(dataset)
+    refuse_unsupported(resource, str(dataset))
+    level = getattr(logging, log_level.upper())
+    logging.basicConfig(
+        level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    local_ranks, world_size = expected_ranks(os.environ)
+    local_ranks = ranks or local_ranks
+    settings = SidecarSettings(
+        directory=directory or default_directory(),
+        resume=parse_resume(resume),
+        local_ranks=local_ranks,
+        world_size=max(world_size, local_ranks),
+        status_host=status_host,
+        status_port=status_port,
+        grace_seconds=grace,
+        generation=_number(os.environ, "BAGELPLANE_GENERATION") or 0,
+        stream_factory=stream_factory,
+        log_level=level,
+    )
+    raise typer.Exit(run_sidecar(resource, settings))
+
+
+def parse_resume(text: str) -> Literal["latest", "none"] | int:
+    """`latest`, `none` or a step. SpecError for anything else."""
+    if text == "latest":
+        return "latest"
+    if text == "none":
+        return "none"
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    raise SpecError("--resume is not understood", got=repr(text), expected="latest, none or a step's number")
+
+
+def expected_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(ranks on this machine, ranks in all) as torchrun's and the training operators' variables hint at them."""
+    local = _number(environment, "PET_NPROC_PER_NODE") or _number(environment, "LOCAL_WORLD_SIZE") or 1
+    nodes = _number(environment, "PET_NNODES") or 1
+    return local, max(local * nodes, _number(environment, "WORLD_SIZE") or 1)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    # Only hints: `auto` and `1:4` are legal there, and no reason to stop.
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() else None
