@@ -1,17 +1,18 @@
 """Frames of a video file, by PyAV (extra `video`, loaded at the first video).
 
-Frames are counted without decoding; chosen ones are decoded from the file's start, because only then do
-frames that refer to earlier ones always come out the same. Every function may run in any number of threads.
+Frames are counted without decoding, and decoded by going forward through the file.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from PIL import Image
 
+from bagelplane.errors import SpecError
 from bagelplane.images import PIXEL_LIMIT, ImageError
 
 # What may be in a video file. Playlists and the like are not: they name other files and addresses to read.
@@ -41,7 +42,7 @@ def open_video(data: bytes) -> Video:
             declared, width, height = stream.frames, stream.width, stream.height
             # The last packet has no bytes: it tells decoders that there is no more.
             frames = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_corrupt)
-    except ImageError:
+    except (ImageError, SpecError):
         raise
     except Exception as error:
         raise _failure(error) from error
@@ -52,33 +53,44 @@ def open_video(data: bytes) -> Video:
     return Video(frames, (width, height))
 
 
-def decode_frames(data: bytes, indexes: Sequence[int]) -> list[Image.Image]:
-    """The frames at `indexes` (0-based, in order of display), mode RGB, in the order asked for.
+class FrameDecoder:
+    """Decodes frames of one video, in any order; in rising order each frame once. For any number of threads."""
 
-    An index may come more than once. Raises ImageError when one of them is not there or does not decode.
-    """
-    av = _library()
-    wanted, decoded = set(indexes), dict[int, Image.Image]()
-    if not wanted:
-        return []
-    try:
-        with av.open(io.BytesIO(data), options=_OPTIONS) as container:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._lock = threading.Lock()
+        self._frames: Iterator[Any] = iter(())
+        self._next_index = -1
+
+    def frame(self, index: int) -> Image.Image:
+        """The frame at `index` (from 0, in order of display), mode RGB. Raises ImageError."""
+        with self._lock:
+            try:
+                return self._advance_to(index)
+            except ImageError:
+                self._next_index = -1
+                raise
+            except Exception as error:
+                self._next_index = -1
+                raise _failure(error) from error
+
+    def _advance_to(self, index: int) -> Image.Image:
+        if self._next_index < 0 or index < self._next_index:
+            # From the start: only then do frames that refer to earlier ones always come out the same.
+            self._frames, self._next_index = self._decode_all(), 0
+        for frame in self._frames:
+            self._next_index += 1
+            if self._next_index > index:
+                image: Image.Image = frame.to_image()
+                return image
+        raise ImageError(f"the video has no frame {index} that decodes")
+
+    def _decode_all(self) -> Iterator[Any]:
+        with _library().open(io.BytesIO(self._data), options=_OPTIONS) as container:
             stream = _video_stream(container)
             # Videos are decoded beside each other; threads of one would only get in the way.
             stream.codec_context.thread_count = 1
-            for index, frame in enumerate(container.decode(stream)):
-                if index in wanted:
-                    decoded[index] = frame.to_image()
-                if len(decoded) == len(wanted):
-                    break
-    except ImageError:
-        raise
-    except Exception as error:
-        raise _failure(error) from error
-    missing = wanted - decoded.keys()
-    if missing:
-        raise ImageError(f"the video has no frame {min(missing)} that decodes")
-    return [decoded[index] for index in indexes]
+            yield from container.decode(stream)
 
 
 def _video_stream(container: Any) -> Any:
@@ -95,6 +107,9 @@ def _failure(error: Exception) -> ImageError:
 def _library() -> Any:
     try:
         import av  # noqa: PLC0415 - an extra, and a tenth of a second that only videos are worth
-    except ImportError as error:
-        raise ImageError("video files need PyAV: pip install 'bagelplane[video]'") from error
+    except ImportError:
+        # No fault of the row: dropping all videos of a data set in silence would be.
+        raise SpecError(
+            "a group has video files, and PyAV is not installed", fix="pip install 'bagelplane[video]'"
+        ) from None
     return av

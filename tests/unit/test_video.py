@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bagelplane.images import ImageError
-from bagelplane.video import decode_frames, open_video
+from bagelplane.video import FrameDecoder, open_video
 
 FRAMES = 14
 
@@ -32,7 +32,8 @@ def make_video(path: Path, codec: str = "mpeg4", **options: str) -> bytes:
 def test_frames_are_counted_and_found_by_index(tmp_path: Path, name: str) -> None:
     data = make_video(tmp_path / name, "mpeg2video" if name.endswith("ts") else "mpeg4")
     assert open_video(data) == (FRAMES, (64, 48))
-    frames = decode_frames(data, [13, 0, 7, 7])
+    decoder = FrameDecoder(data)
+    frames = [decoder.frame(index) for index in (13, 0, 7, 7)]
     assert all(frame.mode == "RGB" and frame.size == (64, 48) for frame in frames)
     assert [round(float(np.asarray(frame).mean()) / 15) for frame in frames] == [13, 0, 7, 7]
 
@@ -47,7 +48,7 @@ def test_a_truncated_mp4_is_refused_wherever_its_index_is(tmp_path: Path, share:
 
 def test_a_frame_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="no frame 14"):
-        decode_frames(make_video(tmp_path / "film.mp4"), [3, 14])
+        FrameDecoder(make_video(tmp_path / "film.mp4")).frame(14)
 
 
 def test_a_playlist_does_not_make_us_read_other_files(tmp_path: Path) -> None:
@@ -61,9 +62,10 @@ def test_a_playlist_does_not_make_us_read_other_files(tmp_path: Path) -> None:
 def test_without_pyav_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['av'] = None\n"
-        "from bagelplane.video import ImageError, open_video\n"
+        "from bagelplane.errors import SpecError\n"
+        "from bagelplane.video import open_video\n"
         "try:\n    open_video(b'x')\n"
-        "except ImageError as error:\n    print(error)\n"
+        "except SpecError as error:\n    print(error)\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from PIL import Image
 
-from bagelplane.video import decode_frames, open_video
+from bagelplane.video import FrameDecoder, open_video
 
 
 class VideoFrame:
-    """One frame: the engine's EncodedImage over a video's bytes."""
+    """One frame: the engine's EncodedImage over a video that its frames share."""
 
-    __slots__ = ("_data", "_index", "_size", "key")
+    __slots__ = ("_index", "_size", "_video", "key")
 
-    def __init__(self, key: str, data: bytes, index: int, size: tuple[int, int]) -> None:
-        self.key, self._data, self._index, self._size = key, data, index, size
+    def __init__(self, key: str, video: FrameDecoder, index: int, size: tuple[int, int]) -> None:
+        self.key, self._video, self._index, self._size = key, video, index, size
 
     def size(self) -> tuple[int, int]:
         return self._size
 
     def decode(self) -> Image.Image:
         """The pixels, mode RGB. Raises ImageError."""
-        return decode_frames(self._data, [self._index])[0]
+        return self._video.frame(self._index)
 
 
 def video_frames(uri: str, data: bytes) -> list[VideoFrame]:
-    """All frames of a video file, in order. Raises ImageError when it is none, or the `video` extra is missing."""
+    """All frames of a video file, in order. Raises ImageError when it is none; SpecError without PyAV."""
     count, size = open_video(data)
-    return [VideoFrame(f"{uri}#{index}", data, index, size) for index in range(count)]
+    video = FrameDecoder(data)
+    return [VideoFrame(f"{uri}#{index}", video, index, size) for index in range(count)]
