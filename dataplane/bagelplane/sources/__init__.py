@@ -5,3 +5,7 @@ Everything about packing is the engine's; everything about access is `bagelplane
 one logical worker of one rank and is used by one thread; encoded image bytes may be read by decode threads.
 No torch here: the sidecar has none.
 """
+
+from bagelplane.sources.registry import register_group_type, registered_types
+
+__all__ = ["register_group_type", "registered_types"]
