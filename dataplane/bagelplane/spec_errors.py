@@ -362,21 +362,25 @@ def _name_fix(root: type[SpecModel], loc: Loc) -> str:
     model = model_at(root, loc[:-1])
     names = [info.alias or name for name, info in model.model_fields.items()] if model else []
     written = str(loc[-1])
-    folded = {name.lower(): name for name in names}
-    near = folded.get(written.replace("_", "").lower())
-    close = [near] if near else difflib.get_close_matches(written, names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean `{close[0]}`?"
+    near = nearest(written.replace("_", ""), names) or nearest(written, names)
+    if near:
+        return f"did you mean `{near}`?"
     return f"remove it; the fields here are {', '.join(names)}" if names else "remove it"
 
 
 def _choice_fix(expected: str, value: object, otherwise: str) -> str:
     choices = re.findall(r"'([^']*)'", expected)
-    folded = {choice.lower(): choice for choice in choices}
-    text = str(value).lower()
-    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    close = [folded[text]] if text in folded else close
-    return f"did you mean `{close[0]}`?" if close else otherwise
+    near = nearest(str(value), choices)
+    return f"did you mean `{near}`?" if near else otherwise
+
+
+def nearest(written: str, names: Sequence[str]) -> str | None:
+    """The name that was probably meant: equal but for upper and lower case, or at least alike."""
+    folded = {name.lower(): name for name in names}
+    if written.lower() in folded:
+        return folded[written.lower()]
+    close = difflib.get_close_matches(written, names, n=1, cutoff=0.6)
+    return close[0] if close else None
 
 
 def show(value: object) -> str:

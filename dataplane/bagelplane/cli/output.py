@@ -1,0 +1,85 @@
+"""How commands show things: `-o table|json` for results on stdout; notes and progress on stderr.
+
+JSON is one document for a command, its keys are stable. Tables are for people and may change.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Format(StrEnum):
+    """How a result is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+FormatOption = Annotated[
+    Format,
+    typer.Option("--output", "-o", help="table for people, json for programs (one document on stdout)."),
+]
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout. Columns whose cells are all numbers are aligned to the right."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[index], (int, float)) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    # Written, not logged: a table that goes into a file must not be cut to the width of a terminal.
+    console = Console(file=sys.stdout, markup=False, highlight=False)
+    console.print(table, soft_wrap=not console.is_terminal)
+
+
+def print_facts(title: str, facts: Mapping[str, object]) -> None:
+    """Names and values, one a line, on stdout."""
+    print_table(title, ("", ""), [(name, value) for name, value in facts.items()])
+
+
+def print_line(text: str) -> None:
+    """A line of the result on stdout."""
+    sys.stdout.write(f"{text}\n")
+
+
+def print_note(text: str) -> None:
+    """A remark on stderr, which does not disturb the result on stdout."""
+    sys.stderr.write(f"{text}\n")
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr while the block runs; yields `advance(count)`. Silent without a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
