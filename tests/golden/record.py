@@ -74,7 +74,9 @@ def absolute_parquet_info(data: Path) -> str:
 def dataset_info(data: Path, parquet_info_path: str) -> dict[str, Any]:
     edit_files = len(list((data / "edit").glob("*.parquet")))
     return {
-        "t2i_pretrain": {"t2i": {"data_dir": str(data / "t2i"), "num_files": edit_files, "num_total_samples": 96}},
+        "t2i_pretrain": {
+            "t2i": {"data_dir": str(data / "t2i"), "num_files": edit_files, "num_total_samples": 96}
+        },
         "unified_edit": {
             "edit": {
                 "data_dir": str(data / "edit"),
@@ -102,7 +104,8 @@ def build(
     tokenizer = tokenizer or Tokenizer(str(data / "tokenizer.json"))
     dataset = packing_module.PackedDataset(
         packing_module.DataConfig(
-            grouped_datasets=config["grouped_datasets"], **{name: knobs[name] for name in CONDITIONING_AND_MODEL}
+            grouped_datasets=config["grouped_datasets"],
+            **{name: knobs[name] for name in CONDITIONING_AND_MODEL},
         ),
         tokenizer=tokenizer,
         special_tokens=tokenizer.special_tokens(),
@@ -141,7 +144,9 @@ def data_of(recording: Path, config: dict[str, Any]) -> Path:
     return HERE / str(config.get("data", "odd" if recording.stem.startswith("stream_odd") else "data"))
 
 
-def _budgets(config: dict[str, Any], expected: int, most: int, per_sample: int, prefer: int, buffer: int) -> None:
+def _budgets(
+    config: dict[str, Any], expected: int, most: int, per_sample: int, prefer: int, buffer: int
+) -> None:
     config["packing"] |= {
         "expected_num_tokens": expected,
         "max_num_tokens": most,

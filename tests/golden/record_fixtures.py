@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from hashing import describe
 from nemo_automodel.components.datasets.multimodal import packing
 from nemo_automodel.components.datasets.multimodal.distributed_iterable import DistributedIterableDataset
 from record import HERE, build, data_of
 from torchdata.stateful_dataloader import StatefulDataLoader
-
-from hashing import describe
 
 FIXTURES = HERE.parent / "fixtures" / "peer"
 
@@ -96,7 +95,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "condition_frame_then_loss_frame": {
         "images": [[32, 32, 0], [32, 32, 1]],
-        "plan": [item("vae_image", frame_delta=1, **FRAMES), item("vae_image", loss=1, frame_delta=1, **LAST_FRAME)],
+        "plan": [
+            item("vae_image", frame_delta=1, **FRAMES),
+            item("vae_image", loss=1, frame_delta=1, **LAST_FRAME),
+        ],
     },
     "delta_of_zero": {
         "texts": [[7]],
@@ -222,7 +224,11 @@ def distributed_fixture() -> list[dict[str, Any]]:
             paths = [(path, (index * 3) % 5) for index, path in enumerate(paths)]
         for rank in range(world_size):
             dataset = Paths(
-                list(paths), dataset_name="made", local_rank=rank, world_size=world_size, num_workers=num_workers
+                list(paths),
+                dataset_name="made",
+                local_rank=rank,
+                world_size=world_size,
+                num_workers=num_workers,
             )
             dataset.set_epoch(seed)
             loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=num_workers)
