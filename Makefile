@@ -64,6 +64,8 @@ pins: .venv/ready ## constraints/*.txt anew from pyproject.toml (UPGRADE=1: newe
 	@$(COMPILE) pyproject.toml --extra dev --output-file constraints/dev.txt
 	@$(COMPILE) pyproject.toml --constraints constraints/dev.txt --output-file constraints/sidecar.txt
 	@$(COMPILE) constraints/client.in --constraints constraints/dev.txt --output-file constraints/client.txt
+	@$(COMPILE) constraints/peer.in --constraints constraints/dev.txt --output-file constraints/peer.txt
+	@echo 'nemo-automodel==0.7.0' | $(COMPILE) --no-deps - >> constraints/peer.txt
 	@$(COMPILE) constraints/uv.in --output-file constraints/uv.txt
 	@if grep -nE '://|--(extra-)?index-url|--find-links' constraints/*.txt; then \
 		echo 'pins: the lines above name a download address. Fix: remove the setting that puts them there' >&2; exit 1; fi
