@@ -30,7 +30,7 @@ def write_plan_chart(path: Path, tally: PlanTally, *, title: str, subtitle: str)
         raise SpecError(
             "a chart needs matplotlib, which is not installed", fix="pip install 'bagelplane[plot]'"
         ) from None
-    style = {
+    style: dict[Any, Any] = {
         "text.color": INK,
         "axes.labelcolor": INK,
         "axes.edgecolor": GREY,
@@ -78,6 +78,7 @@ def _draw_fill(axes: Axes, tally: PlanTally) -> None:
     axes.set_xlabel("tokens in a pack")
     axes.set_ylabel("packs")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.locator_params(axis="y", integer=True)
     axes.grid(axis="y", color=GRID)
     axes.legend(frameon=False, loc="upper left")
 
@@ -125,7 +126,7 @@ def _draw_images(axes: Axes, tally: PlanTally) -> None:
     axes.set_title(f"Images: {sum(means):.1f} a pack")
     axes.set_xlabel("images in a pack, those left out by conditioning not counted")
     axes.set_ylabel("packs")
-    axes.locator_params(axis="x", integer=True)
+    axes.locator_params(integer=True)
     axes.grid(axis="y", color=GRID)
     axes.legend(frameon=False)
 

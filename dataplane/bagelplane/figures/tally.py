@@ -99,8 +99,8 @@ class PlanTally:
         self.vae_images.append(images["vae_image"])
         self.vit_images.append(images["vit_image"])
         self.pixel_bytes.append(sum(pixels.values()))
-        for image in plan.opened.values():
-            width, height = image.size()
+        for opened in plan.opened.values():
+            width, height = opened.size()
             self.opened_pixels += width * height
         self.buffered.append(len(plan.after.buffer))
         for drop in plan.drops:

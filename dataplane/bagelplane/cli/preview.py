@@ -1,0 +1,113 @@
+"""`bagelplane preview`: packs as pictures, as the model will see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from PIL import Image
+from tokenizers import Tokenizer
+
+from bagelplane.cli.output import print_note
+from bagelplane.cli.plan import checked_topology, plans
+from bagelplane.engine.samples import PlannedImage
+from bagelplane.errors import SpecError
+from bagelplane.figures.contact_sheet import Fonts, draw_sheet
+from bagelplane.figures.pack_cards import PackCards, cards_of_pack
+from bagelplane.images import resize_into
+from bagelplane.settings import StreamSettings
+from bagelplane.spec import BagelDataset, load_dataset, refuse_unsupported
+from bagelplane.topology import Topology
+
+
+def preview(
+    resource: Annotated[
+        Path, typer.Argument(help="The resource file (kind: BagelDataset).", show_default=False)
+    ],
+    packs: Annotated[int, typer.Option(help="How many packs to show.", min=1)] = 4,
+    start: Annotated[int, typer.Option(help="The first pack to show, counted from 0.", min=0)] = 0,
+    rank: Annotated[int, typer.Option(help="The rank whose packs are shown.", min=0)] = 0,
+    world_size: Annotated[int, typer.Option(help="How many ranks train.", min=1)] = 1,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The PNG to write.")] = Path("preview.png"),
+    font: Annotated[
+        Path | None,
+        typer.Option(help="A font file, for captions in scripts that DejaVu lacks.", show_default=False),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Decode threads.", min=1)] = 2,
+) -> None:
+    """Draw a contact sheet of packs: every sample in order, pictures at the size the model gets, texts as
+    tokenized, what carries loss, and what conditioning dropout left out.
+
+    The packs are those that a run gives, pixel for pixel. Look at them before a run costs anything: captions
+    that belong to another picture, squeezed pictures and empty answers are seen at once.
+
+      bagelplane preview dataset.yaml -o preview.png
+
+      bagelplane preview dataset.yaml --packs 1 --start 250 --rank 3 --world-size 8
+    """
+    dataset = load_dataset(resource)
+    refuse_unsupported(dataset, str(resource))
+    topology = checked_topology(dataset, rank, world_size)
+    write_preview(
+        dataset, topology, output, packs=packs, start=start, fonts=Fonts.load(font), decode_threads=threads
+    )
+    print_note(f"wrote {output}")
+
+
+def write_preview(
+    dataset: BagelDataset,
+    topology: Topology,
+    path: Path,
+    *,
+    packs: int,
+    start: int = 0,
+    fonts: Fonts | None = None,
+    decode_threads: int = 2,
+) -> None:
+    """Draw `packs` packs of one rank, from number `start` on, into the PNG `path`."""
+    shown = list(_pack_cards(dataset, topology, packs=packs, start=start, decode_threads=decode_threads))
+    sheet = draw_sheet(
+        shown,
+        title=f"{dataset.metadata.name}: what rank {topology.rank} of {topology.world_size} trains on",
+        subtitle="Samples follow one another in the pack as numbered; so do the items of a sample. "
+        "Pictures are shown as resized for the model, scaled down where they are tall.",
+        fonts=fonts or Fonts.load(),
+    )
+    try:
+        sheet.save(path, format="PNG", optimize=False)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise SpecError(
+            f"the picture {path} cannot be written: {reason}", fix="name a path in a folder of yours"
+        ) from None
+
+
+def _pack_cards(
+    dataset: BagelDataset, topology: Topology, *, packs: int, start: int, decode_threads: int
+) -> list[PackCards]:
+    settings = StreamSettings.from_resource(dataset)
+    tokenizer = Tokenizer.from_str(settings.storage.read_bytes(dataset.spec.tokenizer.uri).decode())
+    groups = [group.name for group in dataset.spec.groups]
+    return [
+        cards_of_pack(
+            plan,
+            start + number,
+            config=settings.packing,
+            groups=groups,
+            pixels=pixels_of,
+            decode_text=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        )
+        for number, plan in enumerate(
+            plans(dataset, topology, packs=packs, start=start, decode_threads=decode_threads)
+        )
+    ]
+
+
+def pixels_of(image: PlannedImage) -> np.ndarray:
+    """uint8 [height, width, 3], as a run hands them to the trainer."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    decoded: Image.Image = image.source.decode()
+    resize_into(decoded, pixels)
+    return pixels
