@@ -20,7 +20,7 @@ from typing import Any, Self
 import pytest
 
 from bagelplane.client.reader import NumpyReader
-from bagelplane.errors import BagelplaneError, DataError, ProtocolError, SnapshotError
+from bagelplane.errors import BagelplaneError, DataError, SnapshotError
 from bagelplane.shm.protocol import (
     SIDECAR_MESSAGES,
     Ack,
@@ -152,6 +152,7 @@ def test_socket_ring_and_directory_are_for_this_user_alone(start: Start) -> None
     assert stat.S_IMODE(sidecar.directory.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_a_second_sidecar_in_one_directory_is_refused_and_a_dead_ones_is_taken_over(
     start: Start, tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_an_acknowledgement_of_what_was_never_given_is_refused(start: Start) -> 
         assert "never given" in error.message
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_taken_waits_and_then_says_busy(start: Start) -> None:
     sidecar = start(make_dataset(snapshots=None))
     with RawClient(sidecar.directory) as first, RawClient(sidecar.directory) as second:
@@ -274,6 +276,7 @@ def test_a_trainer_that_comes_again_continues_with_the_next_unacknowledged_step(
     assert digests == undisturbed(dataset, 0, 1, 14)
 
 
+@pytest.mark.slow
 def test_ranks_may_come_again_in_another_order(start: Start) -> None:
     dataset = make_dataset(snapshots=None)
     sidecar = start(dataset)
@@ -285,14 +288,15 @@ def test_ranks_may_come_again_in_another_order(start: Start) -> None:
             assert take(reader, 5) == undisturbed(dataset, rank, 2, 10)[5:]
 
 
-@pytest.mark.parametrize("step", [0, 3, 14, 15, 17, 40])
-def test_any_step_can_be_asked_for(start: Start, tmp_path: Path, step: int) -> None:
+@pytest.mark.slow
+def test_any_step_can_be_asked_for(start: Start, tmp_path: Path) -> None:
     dataset = make_dataset(snapshots=tmp_path / "snapshots", every=5)
     sidecar = start(dataset)
     with sidecar.reader() as reader:
         take(reader, 15)
-        reader.resume(step=step)
-        assert take(reader, 5) == undisturbed(dataset, 0, 1, step + 5)[step:]
+        for step in (3, 14, 15, 17, 40, 0):
+            reader.resume(step=step)
+            assert take(reader, 5) == undisturbed(dataset, 0, 1, step + 5)[step:]
 
 
 def test_a_state_from_a_checkpoint_continues_in_a_new_sidecar(start: Start) -> None:
@@ -356,11 +360,13 @@ def test_a_snapshot_asked_for_is_complete_when_all_ranks_are_there(start: Start,
 
 
 def test_a_snapshot_without_a_place_for_it_is_an_error_that_says_so(start: Start) -> None:
-    sidecar = start(make_dataset(snapshots=None))
-    with sidecar.reader(timeout_seconds=3) as reader:
-        take(reader, 1)
-        with pytest.raises((SnapshotError, ProtocolError), match="names no place"):
+    dataset = make_dataset(snapshots=None)
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        digests = take(reader, 1)
+        with pytest.raises(SnapshotError, match="names no place"):
             reader.snapshot()
+        assert digests + take(reader, 2) == undisturbed(dataset, 0, 1, 3), "training goes on"
 
 
 def test_sigterm_ends_with_a_snapshot_and_status_0_and_the_run_goes_on_there(
@@ -381,6 +387,7 @@ def test_sigterm_ends_with_a_snapshot_and_status_0_and_the_run_goes_on_there(
             assert take(reader, 5) == undisturbed(dataset, rank, 2, 16)[11:]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_within_the_grace_period_when_the_store_is_away(start: Start, tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
     dataset = make_dataset(snapshots=snapshots, every=1000)
@@ -408,6 +415,7 @@ def test_resume_none_and_a_step_at_the_command_line(start: Start, tmp_path: Path
         sidecar.kill()
 
 
+@pytest.mark.slow
 def test_snapshots_of_another_spec_are_refused_before_a_trainer_comes(start: Start, tmp_path: Path) -> None:
     dataset = make_dataset(snapshots=tmp_path / "snapshots", every=5)
     sidecar = start(dataset)
@@ -425,6 +433,7 @@ def test_snapshots_of_another_spec_are_refused_before_a_trainer_comes(start: Sta
     assert spec_hash(changed)[:16] in text
 
 
+@pytest.mark.slow
 def test_bad_images_are_durable_before_a_pack_planned_with_them_is_given(
     start: Start, tmp_path: Path
 ) -> None:

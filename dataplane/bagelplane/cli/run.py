@@ -73,9 +73,14 @@ def run(
     resource = load_dataset(dataset)
     refuse_unsupported(resource, str(dataset))
     level = getattr(logging, log_level.upper())
+    # Ours as asked for; of the libraries below, only what somebody should look at.
     logging.basicConfig(
-        level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+        level=max(level, logging.WARNING),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
     )
+    logging.getLogger("bagelplane").setLevel(level)
     local_ranks, world_size = expected_ranks(os.environ)
     local_ranks = ranks or local_ranks
     settings = SidecarSettings(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from bagelplane.cli.output import Format, FormatOption, print_json, print_line, print_table
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.sidecar.snapshots import Manifest, SnapshotEntry, SnapshotStore
 from bagelplane.sidecar.store import open_snapshot_store
@@ -18,11 +17,9 @@ from bagelplane.storage import StorageSettings, open_storage
 
 app = typer.Typer(help="Look at the snapshots of a run.", no_args_is_help=True)
 
-Output = Literal["table", "json"]
 Target = Annotated[
     str, typer.Argument(help="The resource file, or the URI of the snapshots.", show_default=False)
 ]
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="table, or json for programs.")]
 EndpointOption = Annotated[
     str | None, typer.Option("--endpoint-url", help="Address of an S3-compatible server, with a URI.")
 ]
@@ -30,7 +27,7 @@ EndpointOption = Annotated[
 
 @app.command("list")
 def list_snapshots(
-    target: Target, output: OutputOption = "table", endpoint_url: EndpointOption = None
+    target: Target, output: FormatOption = Format.TABLE, endpoint_url: EndpointOption = None
 ) -> None:
     """List all snapshots: step, ranks, spec, and what is wrong with those that cannot be used.
 
@@ -40,24 +37,19 @@ def list_snapshots(
     """
     store = open_store(target, endpoint_url)
     entries = store.entries()
-    if output == "json":
-        body = {"uri": store.uri, "snapshots": [entry_as_json(entry) for entry in entries]}
-        typer.echo(json.dumps(body, indent=2))
+    if output is Format.JSON:
+        print_json({"uri": store.uri, "snapshots": [entry_as_json(entry) for entry in entries]})
         return
-    if not entries:
-        typer.echo(f"no snapshots below {store.uri}")
-        return
-    table = Table("STEP", "CONDITION", "RANKS", "WORKERS", "BYTES", "SPEC", "PROBLEM", box=None)
-    for entry in entries:
-        table.add_row(str(entry.step), entry.condition, *_columns(entry.manifest), entry.problem)
-    _console().print(table)
+    rows = [(entry.step, entry.condition, *_columns(entry.manifest), entry.problem) for entry in entries]
+    columns = ("step", "condition", "ranks", "workers", "bytes", "spec hash", "problem")
+    print_table(f"{len(entries)} snapshots below {store.uri}", columns, rows)
 
 
 @app.command("show")
 def show_snapshot(
     target: Target,
     step: Annotated[str, typer.Argument(help="A step, or latest.")] = "latest",
-    output: OutputOption = "table",
+    output: FormatOption = Format.TABLE,
     endpoint_url: EndpointOption = None,
 ) -> None:
     """Show one snapshot, and read and check every rank's state in it.
@@ -71,17 +63,23 @@ def show_snapshot(
     if manifest is None:
         raise SnapshotError(f"no complete snapshot below {store.uri}", fix="check the address")
     states = [store.load_state(manifest, rank) for rank in range(manifest.topology.world_size)]
-    if output == "json":
-        typer.echo(json.dumps({"uri": manifest.uri, **manifest.as_json(), "states": states}, indent=2))
+    if output is Format.JSON:
+        print_json({"uri": manifest.uri, **manifest.as_json(), "states": states})
         return
-    typer.echo(f"{manifest.uri}\nstep {manifest.step} of dataset {manifest.dataset}, {manifest.topology}")
-    typer.echo(f"spec hash {manifest.spec_hash}")
-    typer.echo(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
-    table = Table("RANK", "STORED BYTES", "STATE BYTES", "DROPPED", "SHA-256", box=None)
-    for rank, (file, state) in enumerate(zip(manifest.ranks, states, strict=True)):
-        size = len(json.dumps(state, separators=(",", ":")))
-        table.add_row(str(rank), str(file.size_bytes), str(size), str(_count_drops(state)), file.sha256[:16])
-    _console().print(table)
+    print_line(f"{manifest.uri}\nstep {manifest.step} of dataset {manifest.dataset}, {manifest.topology}")
+    print_line(f"spec hash {manifest.spec_hash}")
+    print_line(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    rows = [
+        (
+            rank,
+            file.size_bytes,
+            len(json.dumps(state, separators=(",", ":"))),
+            _count_drops(state),
+            file.sha256[:16],
+        )
+        for rank, (file, state) in enumerate(zip(manifest.ranks, states, strict=True))
+    ]
+    print_table("", ("rank", "stored bytes", "state bytes", "dropped rows", "sha256"), rows)
 
 
 def open_store(target: str, endpoint_url: str | None = None) -> SnapshotStore:
@@ -113,12 +111,12 @@ def entry_as_json(entry: SnapshotEntry) -> dict[str, Any]:
     return body
 
 
-def _columns(manifest: Manifest | None) -> tuple[str, str, str, str]:
+def _columns(manifest: Manifest | None) -> tuple[object, ...]:
     if manifest is None:
-        return "", "", "", ""
+        return None, None, None, None
     size = sum(file.size_bytes for file in manifest.ranks)
     topology = manifest.topology
-    return str(topology.world_size), str(topology.num_workers), str(size), manifest.spec_hash[:12]
+    return topology.world_size, topology.num_workers, size, manifest.spec_hash[:12]
 
 
 def _count_drops(state: dict[str, Any]) -> int:
@@ -130,9 +128,3 @@ def _parse_step(text: str) -> int:
     if text.isascii() and text.isdecimal():
         return int(text)
     raise SpecError("a step is a number", got=repr(text), expected="latest or a number, as `list` shows them")
-
-
-def _console() -> Console:
-    """As wide as the terminal, but never cutting a problem's text where there is none."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)

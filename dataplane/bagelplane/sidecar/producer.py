@@ -51,7 +51,7 @@ _CODES: Sequence[tuple[type[BagelplaneError], str]] = (
     (SnapshotError, "snapshot"),
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("bagelplane.sidecar.producer")  # not __name__: this module is __main__
 
 
 class RankStreamLike(Protocol):
@@ -296,9 +296,10 @@ def main() -> None:
     del frame["type"]
     setup = ProducerSetup(**frame)
     logging.basicConfig(
-        level=setup.log_level,
+        level=max(setup.log_level, logging.WARNING),
         format=f"%(asctime)s %(levelname)s rank={setup.rank} %(name)s: %(message)s",
     )
+    logging.getLogger("bagelplane").setLevel(setup.log_level)
     status = Producer(setup, control).run()
     logging.shutdown()
     # Not the interpreter's way out: it would wait for decode threads, and those may wait for storage.

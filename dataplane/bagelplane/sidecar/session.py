@@ -8,7 +8,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from bagelplane.errors import BagelplaneError, ProtocolError, SnapshotError
+from bagelplane.errors import BagelplaneError, ProtocolError
 from bagelplane.shm.protocol import (
     ERROR_CODES,
     Ack,
@@ -162,11 +162,8 @@ class Session:
 
     async def _snapshot(self) -> None:
         server = self._require_server("snapshot")
-        try:
-            step, uri = await self._supervisor.snapshot(server)
-        except SnapshotError as error:
-            self._send_error(error, fatal=False)
-            return
+        # A failure ends the connection: so the trainer hears of it now, and attaches again for the next pack.
+        step, uri = await self._supervisor.snapshot(server)
         self._send(Snapshotted(step, uri))
 
     def _require_server(self, what: str) -> RankServer:

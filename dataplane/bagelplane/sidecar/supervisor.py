@@ -390,7 +390,7 @@ class Supervisor:
         return all(server.has_pack and server.phase == "ready" for server in self.servers.values())
 
     def status(self) -> dict[str, Any]:
-        """What /v1/status and the `status` message say. JSON-able, documented in docs/reference/status.md."""
+        """What /v1/status and the `status` message say; JSON-able."""
         health = self.snapshots.health
         return {
             "version": 1,
