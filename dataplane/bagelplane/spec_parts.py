@@ -18,6 +18,7 @@ from bagelplane.spec_values import (
     EndpointUrl,
     EntryName,
     GroupType,
+    LocalPath,
     ObjectName,
     ResourceQuantity,
     SpecialToken,
@@ -73,18 +74,13 @@ class Storage(SpecModel):
     secret_ref: SecretRef | None = field(
         "Secret in the pod's namespace, mounted into the sidecar alone.", None
     )
-    credentials_dir: Uri | None = field(
+    credentials_dir: LocalPath | None = field(
         "Local folder with the files access_key_id, secret_access_key and, if any, session_token; for runs "
         "without a cluster. Without it the usual AWS environment and profile files are used.",
         None,
         example="/etc/bagel-s3",
     )
     cache: Cache | None = field("Local cache of what was read; none without it.", None)
-
-    def rule_problems(self) -> Iterator[Problem]:
-        if self.credentials_dir and "://" in self.credentials_dir:
-            what, fix = "must be a local path", "write for example `credentialsDir: /etc/bagel-s3`"
-            yield Problem(("credentialsDir",), what, show(self.credentials_dir), fix)
 
 
 class SpecialTokens(SpecModel):
@@ -431,7 +427,12 @@ class Dataplane(SpecModel):
     )
     resources: Resources = field("Resources of the sidecar's container.", factory=Resources)
     decode_threads: int = field(
-        "Threads that decode images, for each rank.", 1, unit="threads", ge=1, le=1024
+        "Threads that decode images, for each rank; without it the CPUs of the container are shared out "
+        "among its ranks.",
+        unit="threads",
+        factory=lambda: 1,
+        ge=1,
+        le=1024,
     )
     ring: Ring = field("The shared-memory ring of a rank.", factory=Ring)
     pixel_format: Literal["uint8", "float32"] = field(

@@ -68,6 +68,13 @@ def check_uri(value: str) -> str:
     return value
 
 
+def check_local_path(value: str) -> str:
+    """A folder on this machine."""
+    if "://" in value or not value or value != value.strip():
+        raise FieldValueError("must be a local path", fix="write for example /etc/bagel-s3")
+    return value
+
+
 def check_endpoint(value: str) -> str:
     if not re.fullmatch(r"https?://[^\s/?#]+/?", value) or "@" in value:
         fix = (
@@ -97,6 +104,7 @@ def _check_special_token(value: object) -> object:
 
 
 EndpointUrl = Annotated[str, AfterValidator(check_endpoint)]
+LocalPath = Annotated[str, AfterValidator(check_local_path)]
 Uri = Annotated[str, AfterValidator(check_uri)]
 ByteQuantity = Annotated[int, BeforeValidator(parse_quantity)]
 ResourceQuantity = Annotated[str, BeforeValidator(_check_resource_quantity)]

@@ -1,7 +1,7 @@
 """The `bagelplane` program: the table of commands, and what becomes of errors.
 
-To add a command, add one line to COMMANDS. Its target is a function with typer's annotations, or a `typer.Typer`
-with commands of its own; the module is imported when the command is used.
+To add a command, add one line to COMMANDS. Its target is a function with typer's annotations, or a
+`typer.Typer` with commands of its own; the module is imported when the command is used.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ def load_command(name: str) -> Any:
     (command,) = (command for command in COMMANDS if command.name == name)
     module_name, _, attribute = command.target.partition(":")
     target = getattr(importlib.import_module(module_name), attribute)
-    if not isinstance(target, typer.Typer):
+    if isinstance(target, typer.Typer):
+        loaded: Any = typer.main.get_group(target)
+    else:
         single = typer.Typer(rich_markup_mode="markdown", add_completion=False)
         single.command(name)(target)
-        target = single
-    loaded = typer.main.get_command(target)
+        loaded = typer.main.get_command(single)
     loaded.name = name
     return loaded
 

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+_UNBOUNDED = 10_000
+
 
 class Format(StrEnum):
     """How a result is printed."""
@@ -45,9 +47,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
-    # Written, not logged: a table that goes into a file must not be cut to the width of a terminal.
     console = Console(file=sys.stdout, markup=False, highlight=False)
-    console.print(table, soft_wrap=not console.is_terminal)
+    if not console.is_terminal:
+        console.width = _UNBOUNDED  # a table that goes into a file or a pipe is not cut
+    console.print(table)
 
 
 def print_facts(title: str, facts: Mapping[str, object]) -> None:

@@ -1,0 +1,131 @@
+"""Writes docs/reference/{resource,exit-codes,drop-reasons}.md from the code that they describe.
+
+`python -m bagelplane.cli.reference` writes them, with `--check` it only tells whether they are as written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bagelplane import errors
+from bagelplane.cli.app import EXIT_INTERRUPTED, EXIT_UNEXPECTED
+from bagelplane.cli.output import print_line, print_note
+from bagelplane.engine.drops import DropReason
+from bagelplane.spec import API_VERSION, KIND
+from bagelplane.spec_fields import FieldDoc, iter_fields
+
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "reference"
+_ORIGIN = "<!-- Written by `python -m bagelplane.cli.reference` from the code; do not edit. -->\n"
+
+
+def reference(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; fail when a page is stale.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(help="Where the pages are.")] = FOLDER,
+) -> None:
+    """Write the reference pages, or check that they are what the code says."""
+    stale = []
+    for name, text in build_pages().items():
+        path = folder / name
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(name)
+        if not check:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print_line(f"wrote {path}")
+    if check and stale:
+        print_note(f"stale: {', '.join(stale)}. Fix: run python -m bagelplane.cli.reference")
+        raise typer.Exit(1)
+
+
+def build_pages() -> dict[str, str]:
+    """File name to text of each page."""
+    return {
+        "resource.md": "\n".join(_resource_page()),
+        "exit-codes.md": "\n".join(_exit_code_page()),
+        "drop-reasons.md": "\n".join(_drop_page()),
+    }
+
+
+def _resource_page() -> Iterator[str]:
+    yield f"{_ORIGIN}# The resource: {KIND}\n"
+    yield (
+        f'All fields of `{API_VERSION}`. Unknown fields are errors, and so is a value of another type (`"1"` is '
+        "no number). `bagelplane validate FILE` names every fault with its line. Quantities are as in Kubernetes: "
+        "`512Mi`, `10Gi` or a number of bytes. Addresses are `s3://`, `gs://`, `az://`, `file:///` or local paths; "
+        "relative paths start from the folder that the program runs in.\n"
+    )
+    yield "Examples: [dataset.yaml](../examples/dataset.yaml), [minimal.yaml](../examples/minimal.yaml),"
+    yield "[from-automodel.yaml](../examples/from-automodel.yaml).\n"
+    fields = list(iter_fields())
+    yield from _field_table("The object", [field for field in fields if "." not in field.path])
+    for parent in fields:
+        if parent.model is None:
+            continue
+        children = [field for field in fields if field.path.rpartition(".")[0] == parent.path]
+        yield from _field_table(f"`{parent.path}`", children, parent.description)
+
+
+def _field_table(title: str, fields: Sequence[FieldDoc], text: str = "") -> Iterator[str]:
+    yield f"## {title}\n"
+    if text:
+        yield f"{text}\n"
+    rows = []
+    for field in fields:
+        name = field.path.rpartition(".")[2].removesuffix("[]")
+        default = f"`{field.default}`" if field.default not in ("", "required", "none") else field.default
+        kind = f"{field.kind}, {field.limits}" if field.limits else field.kind
+        rows.append((f"`{name}`", kind, default, field.unit, field.description))
+    yield from _table(("Field", "Type", "Default", "Unit", "Meaning"), rows)
+
+
+def _exit_code_page() -> Iterator[str]:
+    yield f"{_ORIGIN}# Exit codes\n"
+    yield "What `bagelplane` ends with. An error is one message on stderr: what, got, expected, fix.\n"
+    rows = [(0, "", "All is well.", "")]
+    for kind in vars(errors).values():
+        if not (isinstance(kind, type) and issubclass(kind, errors.BagelplaneError)):
+            continue
+        if kind is errors.BagelplaneError:
+            rows.append((kind.exit_code, "", "Any other error that the message explains.", kind.reaction))
+        else:
+            summary = (kind.__doc__ or "").splitlines()[0]
+            rows.append((kind.exit_code, f"`{kind.__name__}`", summary, kind.reaction))
+    debug = "Run it again with `--debug` and report what it prints."
+    rows.append((EXIT_UNEXPECTED, "", "A fault of Bagelplane's own.", debug))
+    rows.append((EXIT_INTERRUPTED, "", "Interrupted with Ctrl-C.", ""))
+    rows.sort(key=lambda row: row[0])
+    yield from _table(("Code", "Error", "Meaning", "What to do"), rows)
+    yield "Wrong arguments end with 2 as well.\n"
+
+
+def _drop_page() -> Iterator[str]:
+    yield f"{_ORIGIN}# Why rows are dropped\n"
+    yield (
+        "Every row that is drawn and not packed is counted under one of these reasons (`bagelplane plan`, the "
+        "sidecar's status, and the log: the first three of each and every hundredth).\n"
+    )
+    yield from _table(("Reason", "Meaning"), [(f"`{reason}`", reason.description) for reason in DropReason])
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |"
+    yield ""
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(reference)
+    except errors.BagelplaneError as error:
+        print_note(f"error: {error}")
+        sys.exit(error.exit_code)
