@@ -38,8 +38,11 @@ class Backend(Protocol):
     def region(self) -> str:
         """The region that requests are signed for, if any."""
 
-    def reconnect(self) -> bool:
-        """Drops connection and credentials; False if new ones would be no different."""
+    def generation(self) -> int:
+        """Counts the connections made: which one a request uses."""
+
+    def reconnect(self, generation: int) -> bool:
+        """Drops the connection of that generation; False if a new one would have the same credentials."""
 
     def children(self, location: Location) -> Children: ...
 

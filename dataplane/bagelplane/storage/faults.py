@@ -242,7 +242,7 @@ _LOCAL = {
     errno.EACCES: ("permission is denied", "give this user the right to it"),
     errno.EPERM: ("the operation is not permitted", "give this user the right to it"),
     errno.EISDIR: ("it is a folder", "name a file"),
-    errno.ENOTDIR: ("a part of the path is a file", "correct the path"),
+    errno.ENOTDIR: ("a part of the path is a file, not a folder", "correct the path"),
     errno.ENOSPC: ("no space is left on the device", "make room, or use another folder"),
     errno.EDQUOT: ("the quota is used up", "make room, or use another folder"),
     errno.EROFS: ("the file system is read-only", "use another folder, or mount it writable"),

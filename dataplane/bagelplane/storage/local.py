@@ -28,7 +28,10 @@ class LocalFiles:
     def region(self) -> str:
         return ""
 
-    def reconnect(self) -> bool:
+    def generation(self) -> int:
+        return 0
+
+    def reconnect(self, generation: int) -> bool:
         return False
 
     def is_conditional(self, location: Location) -> bool:
@@ -96,7 +99,11 @@ def _written_beside(target: Path, data: bytes | memoryview) -> Iterator[Path]:
     """A durable file with this content in the target's folder, to be moved or linked; removed if it still
     exists.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # It is the folder's name that is taken, not the file's.
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target)) from None
     temporary = target.parent / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     try:
         with temporary.open("xb") as file:

@@ -11,12 +11,13 @@ import os
 import threading
 import uuid
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from bagelplane.errors import StorageError
 from bagelplane.storage.backends import Children, FileInfo
 from bagelplane.storage.faults import Attempted, answer_of, is_bodyless
-from bagelplane.storage.settings import StorageSettings, show_endpoint
+from bagelplane.storage.settings import Credentials, StorageSettings, show_endpoint
 from bagelplane.storage.uris import Location
 
 MAX_PUT_BYTES = 5 * 2**30  # S3's limit for one request
@@ -29,6 +30,8 @@ class S3Objects:
     def __init__(self, settings: StorageSettings) -> None:
         self._settings = settings
         self._connection: tuple[int, Any] | None = None
+        self._credentials: Credentials | None = None
+        self._generation = 0
         self._left_behind: list[Any] = []
         self._conditional: dict[str, bool] = {}
         self._probe_lock = threading.Lock()
@@ -42,7 +45,16 @@ class S3Objects:
         client = getattr(self._connection[1], "_s3", None) if self._connection else None
         return str(client.meta.region_name or "") if client is not None else self._settings.region or ""
 
-    def reconnect(self) -> bool:
+    def generation(self) -> int:
+        return max(self._generation, 1)
+
+    def reconnect(self, generation: int) -> bool:
+        if generation < self._generation:
+            # Another thread has done it since.
+            return True
+        credentials = self._settings.read_credentials()
+        if credentials is not None and credentials == self._credentials:
+            return False
         self._connection = None
         return True
 
@@ -55,12 +67,13 @@ class S3Objects:
         if connection is not None:
             # After a fork. Kept alive: closing it would wait for the parent's event loop.
             self._left_behind.append(connection[1])
-        filesystem = s3fs.S3FileSystem(
-            skip_instance_cache=True, use_listings_cache=False, **self._settings.s3_options()
-        )
+        credentials = self._settings.read_credentials()
+        options = self._settings.s3_options(credentials)
+        filesystem = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **options)
         filesystem.retries = 1  # retries.py counts and paces them
         # No lock: two threads that come here at once make two, and one is dropped.
-        self._connection = (os.getpid(), filesystem)
+        self._connection, self._credentials = (os.getpid(), filesystem), credentials
+        self._generation += 1
         return filesystem
 
     def children(self, location: Location) -> Children:
@@ -215,7 +228,10 @@ class FsspecObjects:
     def region(self) -> str:
         return self._settings.region or ""
 
-    def reconnect(self) -> bool:
+    def generation(self) -> int:
+        return 0
+
+    def reconnect(self, generation: int) -> bool:
         self._connection = None
         return True
 
@@ -273,10 +289,14 @@ def _path(location: Location) -> str:
 
 
 def _describe(uri: str, entry: dict[str, Any]) -> FileInfo:
+    size_bytes = int(entry["size"] or 0)
     for field in ("ETag", "etag", "md5Hash", "generation", "mtime", "last_modified", "created"):
-        if entry.get(field):
-            return FileInfo(uri, int(entry["size"] or 0), f"{entry['size']}-{entry[field]}".replace('"', ""))
-    return FileInfo(uri, int(entry["size"] or 0), str(entry["size"]))
+        value = entry.get(field)
+        if value:
+            # A package may give a time as a number in listings and as a date elsewhere.
+            mark = value.timestamp() if isinstance(value, datetime) else value
+            return FileInfo(uri, size_bytes, f"{size_bytes}-{mark}".replace('"', ""))
+    return FileInfo(uri, size_bytes, str(size_bytes))
 
 
 def is_marker(key: str, size_bytes: int) -> bool:

@@ -90,8 +90,13 @@ class StorageSettings:
                 )
         return Credentials(found["access_key_id"], found["secret_access_key"], found["session_token"] or None)
 
-    def s3_options(self) -> dict[str, Any]:
-        """Arguments of s3fs.S3FileSystem. They hold the credentials: never to be logged."""
+    def s3_options(self, credentials: Credentials | None) -> dict[str, Any]:
+        """Arguments of s3fs.S3FileSystem. They hold the credentials: never to be logged. Raises StorageError."""
+        if "@" in (self.endpoint or ""):
+            raise StorageError(
+                f"the endpoint {show_endpoint(self.endpoint)} is given with a user or password",
+                fix="write the endpoint without, and give the credentials by credentialsDir or the environment",
+            )
         region = self.region
         if region is None and self.endpoint and not (_environment_region(os.environ) or self.profile):
             region = "us-east-1"
@@ -111,7 +116,6 @@ class StorageSettings:
         }
         if self.profile:
             options["profile"] = self.profile
-        credentials = self.read_credentials()
         if credentials:
             options["key"] = credentials.access_key_id
             options["secret"] = credentials.secret_access_key

@@ -174,10 +174,17 @@ class Storage:
 
     def _run(self, verb: str, location: Location, action: Callable[[Backend, int], _Result]) -> _Result:
         backend = self._backend(location)
+        generation = 0
+
+        def attempt(number: int) -> _Result:
+            nonlocal generation
+            generation = backend.generation()
+            return action(backend, number)
+
         return self._policy.run(
-            lambda attempt: action(backend, attempt),
+            attempt,
             lambda error: self._classify(error, verb, location),
-            backend.reconnect,
+            lambda: backend.reconnect(generation),
             self._count_retry,
         )
 
