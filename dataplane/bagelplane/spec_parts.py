@@ -205,7 +205,7 @@ class Group(SpecModel):
     """Data sets of one type that share a weight and the image rules."""
 
     name: EntryName = field(
-        "Name of the group, unique in the resource; packs report it as `dataset_name`.", example="t2i"
+        "Name of the group, unique in the resource: in logs, counts and plans. (Packs report the type.)", example="t2i"
     )
     type: GroupType = field(
         "How rows become samples: t2i_pretrain, unified_edit, vlm_sft or a registered type.",
@@ -426,11 +426,11 @@ class Dataplane(SpecModel):
         example="bagelplane/dataplane:0.1.0",
     )
     resources: Resources = field("Resources of the sidecar's container.", factory=Resources)
-    decode_threads: int = field(
+    decode_threads: int | None = field(
         "Threads that decode images, for each rank; without it the CPUs of the container are shared out "
         "among its ranks.",
+        None,
         unit="threads",
-        factory=lambda: 1,
         ge=1,
         le=1024,
     )

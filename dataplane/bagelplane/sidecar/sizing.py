@@ -47,10 +47,8 @@ def available_cpus() -> float:
 
 def decode_threads(dataset: BagelDataset, local_ranks: int) -> int:
     """Decode threads of one rank: what the resource says if it says it, else the CPUs shared out."""
-    plane = dataset.spec.dataplane
-    if "decode_threads" in plane.model_fields_set:
-        return plane.decode_threads
-    return max(1, int(available_cpus() / max(1, local_ranks)))
+    threads = dataset.spec.dataplane.decode_threads
+    return threads if threads is not None else max(1, int(available_cpus() / max(1, local_ranks)))
 
 
 def _cgroup_quota() -> float:
