@@ -276,6 +276,22 @@ def test_a_trainer_that_comes_again_continues_with_the_next_unacknowledged_step(
     assert digests == undisturbed(dataset, 0, 1, 14)
 
 
+def test_ranks_that_attach_at_the_same_moment_are_all_served(start: Start, tmp_path: Path) -> None:
+    sidecar = start(make_dataset(snapshots=tmp_path / "snapshots"))
+    clients = [RawClient(sidecar.directory) for _ in range(4)]
+    try:
+        for client in clients:
+            client.send(Hello(1, "raw"))
+        for rank, client in enumerate(clients):
+            client.send(Attach(rank, rank, 4, 0, Resume()))
+        for client in clients:
+            assert isinstance(client.receive(Attached, Error), Attached), sidecar.tail()
+            client.receive(Published)
+    finally:
+        for client in clients:
+            client.messages.close()
+
+
 @pytest.mark.slow
 def test_ranks_may_come_again_in_another_order(start: Start) -> None:
     dataset = make_dataset(snapshots=None)

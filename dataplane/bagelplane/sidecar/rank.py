@@ -47,6 +47,12 @@ class RankFailedError(BagelplaneError):
         return _rebuild_failure, (self.what, self.fix, self.code)
 
 
+class RankStoppedError(BagelplaneError):
+    """A producer was stopped while somebody waited for it: for another topology, or at the end."""
+
+    reaction = "Attach again."
+
+
 def _rebuild_failure(what: str, fix: str, code: str) -> RankFailedError:
     return RankFailedError(what, fix=fix, code=code)
 
@@ -166,7 +172,7 @@ class RankServer:
         if self.failure is not None:
             raise self.failure
         if self.phase == "stopped":
-            raise RankFailedError(f"the producer of rank {self.rank} was stopped")
+            raise RankStoppedError(f"the producer of rank {self.rank} was stopped", fix="attach again")
 
     @property
     def has_pack(self) -> bool:
@@ -223,8 +229,7 @@ class RankServer:
             try:
                 await asyncio.wait_for(process.wait(), _STOP_SECONDS)
             except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                _kill(process)
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -321,8 +326,7 @@ class RankServer:
             return None
         if process.returncode is None:
             # Its channel is closed, so it is dying or stuck; nothing in it is worth waiting for.
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _kill(process)
         return await process.wait()
 
     def _take(self, frame: Frame) -> None:
@@ -383,6 +387,12 @@ class RankServer:
     def _send(self, frame: Frame) -> None:
         if self._control is not None and not self._control.is_closing():
             self._control.write(encode_frame(frame))
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    # Not process.kill(): that polls, and so takes the exit status away from the loop's own watcher.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
 
 
 def _describe_exit(status: int | None) -> str:

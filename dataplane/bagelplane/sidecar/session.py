@@ -32,7 +32,7 @@ from bagelplane.shm.protocol import (
     read_message,
 )
 from bagelplane.sidecar.producer import error_code
-from bagelplane.sidecar.rank import RankFailedError, RankServer
+from bagelplane.sidecar.rank import RankFailedError, RankServer, RankStoppedError
 
 if TYPE_CHECKING:
     from bagelplane.sidecar.supervisor import Supervisor
@@ -81,7 +81,7 @@ class Session:
             log.info("%s: the connection broke (%s)", self.client, str(error) or type(error).__name__)
         except BagelplaneError as error:
             log.warning("%s: %s", self.client, error)
-            self._send_error(error, fatal=not isinstance(error, BusyError))
+            self._send_error(error, fatal=not isinstance(error, (BusyError, RankStoppedError)))
         finally:
             ticker.cancel()
             self._leave()

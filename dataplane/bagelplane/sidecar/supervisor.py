@@ -17,7 +17,7 @@ from typing import Any, Literal
 from bagelplane.errors import SnapshotError, SpecError, StorageError, TransientStorageError
 from bagelplane.shm.protocol import Attach, Resume
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup, load_factory
-from bagelplane.sidecar.rank import Progress, RankServer, StartingPoint
+from bagelplane.sidecar.rank import Progress, RankServer, RankStoppedError, StartingPoint
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.session import BusyError, Session
 from bagelplane.sidecar.sizing import decode_threads, ring_bytes
@@ -87,6 +87,7 @@ class Supervisor:
         self._known_bad: dict[str, str] = {}
         self._wanted_steps: set[int] = set()
         self._locks: dict[int, asyncio.Lock] = {}
+        self._topology_lock = asyncio.Lock()
         self._sessions: set[Session] = set()
         self._stop = asyncio.Event()
         self.snapshots: SnapshotWriter
@@ -160,7 +161,8 @@ class Supervisor:
         lock = self._locks.setdefault(attach.local_rank, asyncio.Lock())
         async with lock:
             await self._wait_until_free(attach)
-            await self._adopt_topology(attach)
+            async with self._topology_lock:  # or the second rank to come would end what the first began
+                await self._adopt_topology(attach)
             server, step = await self._served_at(attach)
             if server is None:
                 server = await self._start_server(attach)
@@ -185,8 +187,13 @@ class Supervisor:
         for local_rank, old in list(self.servers.items()):
             if local_rank == attach.local_rank or old.rank == attach.rank:
                 await old.stop()
-                del self.servers[local_rank]
+                if self.servers.get(local_rank) is old:  # two ranks that change places meet here
+                    del self.servers[local_rank]
         origin = await self._starting_point(attach.rank, attach.resume, topology)
+        if attach.world_size != self._world_size:
+            raise RankStoppedError(
+                "another topology was adopted meanwhile", got=str(topology), fix="attach again"
+            )
         progress = self._progress[attach.rank] = Progress(origin)
         local_ranks = max(self.settings.local_ranks, len(self.servers) + 1)
 
@@ -263,18 +270,19 @@ class Supervisor:
 
     async def _wait_until_free(self, attach: Attach) -> None:
         """A trainer that was restarted may be here before the end of the one before it is noticed."""
-        server = self.servers.get(attach.local_rank)
-        listener = server.listener if server is not None else None
-        if not isinstance(listener, Session):
-            return
-        try:
-            await asyncio.wait_for(listener.closed.wait(), TAKE_OVER_SECONDS)
-        except TimeoutError:
-            raise BusyError(
-                f"local rank {attach.local_rank} is attached already",
-                got=listener.client,
-                fix="end the other trainer process, or give this one its own LOCAL_RANK",
-            ) from None
+        for local_rank, server in list(self.servers.items()):
+            same = local_rank == attach.local_rank or server.rank == attach.rank
+            if not same or not isinstance(server.listener, Session):
+                continue
+            listener = server.listener
+            try:
+                await asyncio.wait_for(listener.closed.wait(), TAKE_OVER_SECONDS)
+            except TimeoutError:
+                raise BusyError(
+                    f"rank {server.rank} is attached already, as local rank {local_rank}",
+                    got=listener.client,
+                    fix="end the other trainer process, or give this one its own RANK and LOCAL_RANK",
+                ) from None
 
     async def _adopt_topology(self, attach: Attach) -> None:
         """Bagel sharding is bound to its topology: another one may only begin where nothing was taken yet."""
