@@ -283,7 +283,7 @@ def test_ranks_that_attach_at_the_same_moment_are_all_served(start: Start, tmp_p
         for client in clients:
             client.send(Hello(1, "raw"))
         for rank, client in enumerate(clients):
-            client.send(Attach(rank, rank, 4, 0, Resume()))
+            client.send(Attach(rank, rank, 4, 0, Resume("none")))
         for client in clients:
             assert isinstance(client.receive(Attached, Error), Attached), sidecar.tail()
             client.receive(Published)
