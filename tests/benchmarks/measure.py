@@ -245,7 +245,7 @@ def run_sidecar(data: str, directory: str) -> dict[str, Any]:
     from bagelplane.spec import BagelDataset
 
     dataset = BagelDataset.from_mapping(workload.resource(Path(data), workload.prepare(Path(data))))
-    run_sidecar(dataset, SidecarSettings(directory=Path(directory), resume="none"))
+    run_sidecar(dataset, SidecarSettings(directory=Path(directory), resume="none", log_level=logging.ERROR))
     return {}
 
 

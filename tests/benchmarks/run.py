@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def rows(data: Path, warmup: int, packs: int) -> list[Row]:
 # --- the peer's environment and the data ------------------------------------------------------------
 
 
+@cache
 def peer_python() -> Path:
     """The interpreter of the peer's environment, made from pins on first use (BAGELPLANE_PEER_PYTHON: yours)."""
     chosen = os.environ.get("BAGELPLANE_PEER_PYTHON")
