@@ -48,7 +48,9 @@ class StorageError(BagelplaneError):
     """Storage refused for good: missing, denied, wrong endpoint."""
 
     exit_code = 3
-    reaction = "Correct the bucket, key, endpoint or credentials that the message names; retrying will not help."
+    reaction = (
+        "Correct the bucket, key, endpoint or credentials that the message names; retrying will not help."
+    )
 
 
 class ObjectExistsError(StorageError):

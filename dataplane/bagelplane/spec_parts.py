@@ -205,7 +205,8 @@ class Group(SpecModel):
     """Data sets of one type that share a weight and the image rules."""
 
     name: EntryName = field(
-        "Name of the group, unique in the resource: in logs, counts and plans; packs report its type.", example="t2i"
+        "Name of the group, unique in the resource: in logs, counts and plans; packs report its type.",
+        example="t2i",
     )
     type: GroupType = field(
         "How rows become samples: t2i_pretrain, unified_edit, vlm_sft or a registered type.",
