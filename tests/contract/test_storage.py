@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,6 +38,12 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server
 def versitygw_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with serve_versitygw(tmp_path_factory.mktemp("versitygw"), say=say_at_once) as server:
         yield server
+
+
+@lru_cache
+def shared_storage(settings: StorageSettings) -> Storage:
+    """One for all tests of a server: making connections is the slow part."""
+    return open_storage(settings)
 
 
 def say_at_once(text: str) -> None:
@@ -65,7 +72,8 @@ def storage_error(action: Callable[[], object], kind: type[StorageError] = Stora
     with pytest.raises(StorageError) as caught:
         action()
     assert type(caught.value) is kind, caught.value
-    assert time.monotonic() - began < 10
+    # Cores may be busy; a fault that is tried again as one that passes takes a minute.
+    assert time.monotonic() - began < 20
     assert caught.value.__cause__ is None
     assert "\n" not in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
@@ -339,7 +347,7 @@ class S3Claims(StorageClaims):
 
     @pytest.fixture
     def place(self, server: S3Server) -> Place:
-        return Place(open_storage(server.settings), f"s3://{server.bucket}/{uuid.uuid4().hex}/")
+        return Place(shared_storage(server.settings), f"s3://{server.bucket}/{uuid.uuid4().hex}/")
 
     def test_listings_of_more_than_a_page_are_whole(self, place: Place, server: S3Server) -> None:
         # Put on the server's disk: a thousand requests would take their time.

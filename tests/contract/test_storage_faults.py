@@ -21,6 +21,8 @@ from bagelplane.storage.uris import parse_uri
 from tests.services.scripted import Answer, ScriptedServer, s3_error, serve_answers
 
 URI = "s3://bucket/key"
+# Cores may be busy; a fault that is tried again as one that passes takes a minute.
+AT_ONCE_SECONDS = 20
 OBJECT = Answer(200, b"0123456789", {"ETag": '"v1"'})
 
 
@@ -83,7 +85,7 @@ def test_no_try_begins_after_the_deadline(settings: StorageSettings) -> None:
         began = time.monotonic()
         with pytest.raises(TransientStorageError):
             storage.read_bytes(URI)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
 def test_a_conditional_write_whose_answer_was_lost_is_ours(settings: StorageSettings) -> None:
@@ -136,7 +138,7 @@ def test_what_lasts_is_told_at_once_without_secrets(
             assert "AKIA-SECRET-TEXT" not in message
             assert "\n" not in message
             assert caught.value.__cause__ is None
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
 def test_renewed_credentials_are_read_and_used(settings: StorageSettings) -> None:
@@ -174,7 +176,7 @@ def test_an_endpoint_where_nobody_listens_is_told_within_seconds(
     with pytest.raises(StorageError, match=f"{URI} at {endpoint}: no server answers there") as caught:
         storage.read_bytes(URI)
     assert not isinstance(caught.value, TransientStorageError)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "http://", "http://user:AKIA-SECRET-TEXT@127.0.0.1:1"])

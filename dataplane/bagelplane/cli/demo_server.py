@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,17 @@ _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _LOG_LINES = 15
 _STARTS = 3
+
+
+# Asks Linux to end the server when the thread that started it is gone, however that came, and becomes it.
+_ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+except (AttributeError, OSError):
+    pass
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class ServerError(BagelplaneError):
@@ -62,7 +74,7 @@ class ChildServer:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [str(part) for part in command],
+                [sys.executable, "-I", "-S", "-c", _ENDS_WITH_PARENT, *(str(part) for part in command)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
