@@ -39,7 +39,7 @@ _MARK = ".made-by-bagelplane-demo"
 _PLANNED, _SHOWN = 200, 3
 _RUN_DIRECTORY_BYTES = 64 * 1024 * 1024
 
-_RESOURCE = """\
+RESOURCE = """\
 # Made by `bagelplane demo`: three groups of pictures, edits and conversations, small enough for a laptop.
 apiVersion: bagelplane.io/v1alpha1
 kind: BagelDataset
@@ -84,7 +84,7 @@ def demo(
     packs: Annotated[
         int,
         typer.Option(help="Packs that each rank takes in all; the kill comes half-way.", min=30, max=10_000),
-    ] = 60,
+    ] = 80,
 ) -> None:
     """See it all work, on this machine alone: data over S3 into two trainers, a kill, a resume, the same bits.
 
@@ -94,7 +94,7 @@ def demo(
 
     Ends with 1 when a single bit differs. Leaves nothing but its folder.
 
-      bagelplane demo --dir demo-out
+    Example: bagelplane demo --dir demo-out
     """
     # A chatty library is no part of the story; what goes wrong is an error.
     logging.disable(logging.WARNING)
@@ -118,6 +118,8 @@ class Comparison:
     """What came out of comparing packs with those of the undisturbed run."""
 
     packs: int = 0
+    twice: int = 0
+    """Packs that were taken before the kill and, since no snapshot covered them, once more after it."""
     arrays: int = 0
     bits: int = 0
     differences: list[str] = field(default_factory=list)
@@ -197,14 +199,14 @@ class Demo:
 
     def _write_resources(self, endpoint: S3Endpoint, made: Made) -> None:
         credentials = endpoint.write_credentials(self._folder / "credentials")
-        served = _RESOURCE.format(
+        served = RESOURCE.format(
             data=f"s3://{_BUCKET}/data",
             storage=f"  storage: {{endpointURL: '{endpoint.url}', region: us-east-1, credentialsDir: {credentials}}}\n",
             snapshots=f"  snapshots: {{uri: 's3://{_BUCKET}/snapshots', everySteps: {SNAPSHOT_EVERY}, keepLast: 3}}\n",
         )
         self._resource.write_text(served, encoding="utf-8")
         # The same data as files: for the undisturbed run, and to play with when the server is gone.
-        local = _RESOURCE.format(data=f"file://{made.folder}", storage="", snapshots="")
+        local = RESOURCE.format(data=f"file://{made.folder}", storage="", snapshots="")
         self._local.write_text(local, encoding="utf-8")
 
     def _start_undisturbed(self) -> Child:
@@ -332,6 +334,7 @@ class Demo:
                 comparison.differences.append(
                     f"rank {rank}: took steps {steps}, expected each once, in order"
                 )
+            comparison.twice += sum(taken.step >= steps[0] for taken in first)
             for attempt, packs in (("before the kill", first), ("after it", second)):
                 for taken in packs:
                     if taken.step < len(expected):
@@ -374,8 +377,9 @@ class Demo:
                 fix=f"keep {self._folder} and report it",
             )
         self._console.print(
-            f"\n[bold green]Every bit agrees.[/] {comparison.packs} packs, {comparison.arrays:,} arrays and lists, "
-            f"{comparison.bits:,} bits compared with {_reference()}, in {seconds:.0f} s.\n",
+            f"\n[bold green]Every bit agrees.[/] Compared with {_reference()}: {comparison.packs} packs "
+            f"({comparison.twice} of them once more after the kill), {comparison.arrays:,} arrays and lists, "
+            f"{comparison.bits / 1e9:,.1f} billion bits. All of it took {seconds:.0f} s.\n",
             soft_wrap=True,
         )
         self._console.print(f"Look at {self._folder}:", soft_wrap=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
+from bagelplane.cli.demo_server import ENDS_WITH_PARENT
 from bagelplane.errors import BagelplaneError
 
 _STOP_SECONDS = 40.0
@@ -28,16 +29,17 @@ class Child:
     """`python -m MODULE ARGUMENTS`, with its output in a file. A context: the end of it ends the process.
 
     It has a process group of its own, so that what it started can be cleared away with it, and so that Ctrl-C
-    reaches the demo alone, which then ends all of them in order.
+    reaches the demo alone, which then ends all of them in order. It ends with the demo, however that ends.
     """
 
     def __init__(
         self, name: str, module: str, arguments: list[str], *, log: Path, env: Mapping[str, str] | None = None
     ) -> None:
         self.name, self.log = name, log
+        command = [sys.executable, "-m", module, *arguments]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-I", "-S", "-c", ENDS_WITH_PARENT, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -51,27 +53,27 @@ class Child:
 
     def check(self) -> None:
         """DemoError when it has ended although it should run."""
-        status = self._process.poll()
+        status = self._status()
         if status is not None:
             raise self._error(f"it ended with status {status}")
 
     def kill(self) -> None:
         """SIGKILL to this one process: it gets no chance to tidy up, and its own children are left to notice."""
-        self._process.kill()
-        self._process.wait()
+        os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> None:
         """DemoError unless it ends with 0 in time."""
-        try:
-            status = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise self._error(f"it did not end within {seconds:.0f} s") from None
+        deadline = time.monotonic() + seconds
+        while (status := self._status()) is None:
+            if time.monotonic() > deadline:
+                raise self._error(f"it did not end within {seconds:.0f} s")
+            time.sleep(_POLL_SECONDS)
         if status != 0:
             raise self._error(f"it ended with status {status}")
 
     def stop(self) -> None:
         """SIGTERM, and DemoError unless it ends with 0."""
-        self._process.terminate()
+        os.kill(self.pid, signal.SIGTERM)
         self.wait(_STOP_SECONDS)
 
     def __enter__(self) -> Self:
@@ -82,6 +84,17 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _status(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs.
+
+        It is looked at and left: until the context ends the id stays this process's, so that no signal meant for
+        it can reach another one.
+        """
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def _error(self, got: str) -> DemoError:
         lines = self.log.read_text(errors="replace").splitlines()[-12:]

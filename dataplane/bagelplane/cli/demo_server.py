@@ -29,7 +29,7 @@ _STARTS = 3
 
 
 # Asks Linux to end the server when the thread that started it is gone, however that came, and becomes it.
-_ENDS_WITH_PARENT = """
+ENDS_WITH_PARENT = """
 import ctypes, os, signal, sys
 try:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -74,7 +74,7 @@ class ChildServer:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _ENDS_WITH_PARENT, *(str(part) for part in command)],
+                [sys.executable, "-I", "-S", "-c", ENDS_WITH_PARENT, *(str(part) for part in command)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -52,11 +52,11 @@ def plan(
     Reads headers and texts, no pixels, so a thousand packs take seconds. Use it before a run, to set
     weights and budgets, and to see how soon a group's data repeat.
 
-      bagelplane plan dataset.yaml
+    Examples:
 
-      bagelplane plan dataset.yaml --packs 5000 --rank 3 --world-size 8 --png plan.png
-
-      bagelplane plan dataset.yaml -o json | jq .fill
+        bagelplane plan dataset.yaml
+        bagelplane plan dataset.yaml --packs 5000 --rank 3 --world-size 8 --png plan.png
+        bagelplane plan dataset.yaml -o json | jq .fill
     """
     dataset = load_dataset(resource)
     refuse_unsupported(dataset, str(resource))

@@ -43,9 +43,10 @@ def preview(
     The packs are those that a run gives, pixel for pixel. Look at them before a run costs anything: captions
     that belong to another picture, squeezed pictures and empty answers are seen at once.
 
-      bagelplane preview dataset.yaml -o preview.png
+    Examples:
 
-      bagelplane preview dataset.yaml --packs 1 --start 250 --rank 3 --world-size 8
+        bagelplane preview dataset.yaml -o preview.png
+        bagelplane preview dataset.yaml --packs 1 --start 250 --rank 3 --world-size 8
     """
     dataset = load_dataset(resource)
     refuse_unsupported(dataset, str(resource))
