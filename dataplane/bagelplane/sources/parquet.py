@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -34,6 +35,8 @@ class ParquetReader:
     def __init__(self, storage: Storage, columns: Sequence[str]) -> None:
         self._storage, self._columns = storage, list(columns)
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+        # Streams are dropped rather than closed (a drop-in iterator has no end); their files go with them.
+        weakref.finalize(self, _close_all, self._files)
 
     def num_row_groups(self, uri: str) -> int:
         return int(self._open(uri).num_row_groups)
@@ -54,12 +57,15 @@ class ParquetReader:
             return self._files[uri]
         while len(self._files) >= _OPEN_FILES:
             self._files.popitem(last=False)[1].close(force=True)
+        handle = self._storage.open_binary(uri)
         try:
-            file = pq.ParquetFile(self._storage.open_binary(uri))
+            file = pq.ParquetFile(handle)
         except (pa.ArrowException, OSError) as error:
+            handle.close()
             raise _unreadable(uri, str(error)) from error
         missing = [name for name in self._columns if name not in file.schema_arrow.names]
         if missing:
+            file.close(force=True)
             raise DataError(
                 f"{uri} lacks the column {', '.join(missing)}",
                 got=f"columns {', '.join(file.schema_arrow.names)}",
@@ -68,6 +74,11 @@ class ParquetReader:
             )
         self._files[uri] = file
         return file
+
+
+def _close_all(files: OrderedDict[str, pq.ParquetFile]) -> None:
+    while files:
+        files.popitem()[1].close(force=True)
 
 
 def _unreadable(uri: str, cause: str) -> DataError:
