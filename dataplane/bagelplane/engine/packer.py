@@ -117,20 +117,23 @@ def place_sample(sample: Sample, *, start: int, config: PackingConfig, rng: Pack
         placed.segments.append(
             Segment(item, current, length, rope, positions, ids=ids, image=image, timestep=timestep)
         )
+        _record_mode(placed, item)
         current += length
         rope = _advance_rope(rope, item, split_length)
         if item.split_end:
             placed.split_lens.append(split_length)
-            placed.attn_modes.append(_attention_mode(item))
     placed.end = current
     return placed
 
 
-def _attention_mode(item: PlanItem) -> str:
-    """The mode of the split that `item` ends."""
+def _record_mode(placed: PlacedSample, item: PlanItem) -> None:
+    """Each text and each ViT image has a mode; VAE images of one split (frames) share that of the first."""
     if item.kind == "text":
-        return "causal"
-    return "noise" if item.kind == "vae_image" and item.loss == 1 and item.frame_delta is None else "full"
+        placed.attn_modes.append("causal")
+    elif item.kind == "vit_image":
+        placed.attn_modes.append("full")
+    elif item.split_start:
+        placed.attn_modes.append("noise" if item.loss == 1 and item.frame_delta is None else "full")
 
 
 def _advance_rope(rope: int, item: PlanItem, split_length: int) -> int:
