@@ -49,13 +49,7 @@ class StreamSettings:
     def from_resource(dataset: BagelDataset) -> StreamSettings:
         """Read the tokenizer and the small files that the resource names. Raises SpecError or StorageError."""
         spec = dataset.spec
-        storage = open_storage(
-            StorageSettings(
-                endpoint_url=spec.storage.endpoint_url,
-                region=spec.storage.region,
-                credentials_dir=spec.storage.credentials_dir,
-            )
-        )
+        storage = open_storage(storage_settings(dataset))
         encode, tokens = load_tokenizer(storage, spec.tokenizer)
         return StreamSettings(
             groups=tuple(_group_config(group, storage) for group in spec.groups),
@@ -117,6 +111,14 @@ def open_group(
         reader=stored.open_reader(config, settings.storage),
         context=plan_context(config, settings.encode, images),
         worker_id=worker_id,
+    )
+
+
+def storage_settings(dataset: BagelDataset) -> StorageSettings:
+    """How the resource's object store is reached."""
+    storage = dataset.spec.storage
+    return StorageSettings(
+        endpoint_url=storage.endpoint_url, region=storage.region, credentials_dir=storage.credentials_dir
     )
 
 

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
+from bagelplane.settings import storage_settings
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.spec import BagelDataset, spec_hash
-from bagelplane.storage import StorageSettings, open_storage
-
-
-def storage_settings(dataset: BagelDataset) -> StorageSettings:
-    """How the resource's object store is reached."""
-    storage = dataset.spec.storage
-    return StorageSettings(
-        endpoint_url=storage.endpoint_url,
-        region=storage.region,
-        credentials_dir=storage.credentials_dir,
-    )
+from bagelplane.storage import open_storage
 
 
 def open_snapshot_store(dataset: BagelDataset) -> SnapshotStore | None:
