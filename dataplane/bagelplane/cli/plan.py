@@ -194,7 +194,7 @@ def _packing_of(dataset: BagelDataset) -> Any:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0)
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", header_style="dim")
@@ -225,16 +225,19 @@ def _packs_table(report: dict[str, Any]) -> Table:
 
 
 def _mix_table(report: dict[str, Any]) -> Table:
-    table = _table("Mix", "group", "weight", "of samples", "of tokens", "dropped", "data repeat after")
+    table = _table(
+        "Mix", "group", "each pack", "weight", "of samples", "of tokens", "dropped", "repeats after"
+    )
     for group in report["groups"]:
         packs_a_pass = group["packs_a_pass"]
         table.add_row(
-            escape(group["name"]) + (" [dim](in every pack)[/]" if group["mandatory"] else ""),
+            escape(group["name"]),
+            "yes" if group["mandatory"] else "",
             f"{group['weight_share']:.1%}",
             f"{group['sample_share']:.1%}",
             f"{group['token_share']:.1%}",
             f"{group['dropped_rows']:,}",
-            "later" if packs_a_pass is None else f"about {math.ceil(packs_a_pass):,} packs",
+            "later" if packs_a_pass is None else f"~{math.ceil(packs_a_pass):,} packs",
         )
     return table
 

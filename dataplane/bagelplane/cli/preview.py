@@ -68,7 +68,7 @@ def write_preview(
     decode_threads: int = 2,
 ) -> None:
     """Draw `packs` packs of one rank, from number `start` on, into the PNG `path`."""
-    shown = list(_pack_cards(dataset, topology, packs=packs, start=start, decode_threads=decode_threads))
+    shown = list(pack_cards(dataset, topology, packs=packs, start=start, decode_threads=decode_threads))
     sheet = draw_sheet(
         shown,
         title=f"{dataset.metadata.name}: what rank {topology.rank} of {topology.world_size} trains on",
@@ -85,9 +85,10 @@ def write_preview(
         ) from None
 
 
-def _pack_cards(
+def pack_cards(
     dataset: BagelDataset, topology: Topology, *, packs: int, start: int, decode_threads: int
 ) -> list[PackCards]:
+    """`packs` packs of one rank, from number `start` on, as cards with their pixels."""
     settings = StreamSettings.from_resource(dataset)
     tokenizer = Tokenizer.from_str(settings.storage.read_bytes(dataset.spec.tokenizer.uri).decode())
     groups = [group.name for group in dataset.spec.groups]
