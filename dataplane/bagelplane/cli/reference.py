@@ -1,4 +1,4 @@
-"""Writes docs/reference/{resource,exit-codes,drop-reasons}.md from the code that they describe.
+"""Writes docs/reference/{resource,exit-codes,drop-reasons,metrics}.md from the code that they describe.
 
 `python -m bagelplane.cli.reference` writes them, with `--check` it only tells whether they are as written.
 """
@@ -16,6 +16,7 @@ from bagelplane import errors
 from bagelplane.cli.app import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from bagelplane.cli.output import print_line, print_note
 from bagelplane.engine.drops import DropReason
+from bagelplane.sidecar.status import METRICS
 from bagelplane.spec import API_VERSION, KIND
 from bagelplane.spec_fields import FieldDoc, iter_fields
 
@@ -51,6 +52,7 @@ def build_pages() -> dict[str, str]:
         "resource.md": "\n".join(_resource_page()),
         "exit-codes.md": "\n".join(_exit_code_page()),
         "drop-reasons.md": "\n".join(_drop_page()),
+        "metrics.md": "\n".join(_metric_page()),
     }
 
 
@@ -113,6 +115,21 @@ def _drop_page() -> Iterator[str]:
         "sidecar's status, and the log: the first three of each and every hundredth).\n"
     )
     yield from _table(("Reason", "Meaning"), [(f"`{reason}`", reason.description) for reason in DropReason])
+
+
+def _metric_page() -> Iterator[str]:
+    yield f"{_ORIGIN}# Metrics\n"
+    yield "What the sidecar shows at `/metrics` in Prometheus' format (`bagelplane run --status-port`).\n"
+    rows = [
+        (
+            f"`{name}_total`" if doc.kind == "counter" else f"`{name}`",
+            doc.kind,
+            ", ".join(doc.labels),
+            doc.text,
+        )
+        for name, doc in METRICS.items()
+    ]
+    yield from _table(("Metric", "Kind", "Labels", "Meaning"), rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:

@@ -6,8 +6,9 @@ Runs in the supervisor's loop, reads its bookkeeping and changes nothing. A clie
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -22,20 +23,44 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RANK_COUNTERS = {
-    "packs_published": "Packs that were finished.",
-    "packs_acknowledged": "Packs that the trainer took.",
-    "tokens": "Tokens in finished packs.",
-    "images": "Images in finished packs.",
-    "work_seconds": "Time spent on planning, reading and decoding.",
-    "ring_wait_seconds": "Time that a producer waited for room in its ring.",
-    "trainer_wait_seconds": "Time that an attached trainer had no pack to take.",
-    "restarts": "Restarts of the producer.",
-}
-_SNAPSHOT_COUNTERS = {
-    "completed": "Snapshots completed.",
-    "failed": "States that could not be written.",
-    "given_up": "Snapshots given up because the store was behind.",
+
+@dataclass(frozen=True, slots=True)
+class MetricDoc:
+    """One metric of /metrics; docs/reference/metrics.md is written from these. Counters end in `_total` there."""
+
+    kind: Literal["counter", "gauge"]
+    labels: tuple[str, ...]
+    text: str
+
+
+METRICS = {
+    "bagelplane_packs_published": MetricDoc("counter", ("rank",), "Packs that were finished."),
+    "bagelplane_packs_acknowledged": MetricDoc("counter", ("rank",), "Packs that the trainer took."),
+    "bagelplane_tokens": MetricDoc("counter", ("rank",), "Tokens in finished packs."),
+    "bagelplane_images": MetricDoc("counter", ("rank",), "Images in finished packs."),
+    "bagelplane_work_seconds": MetricDoc(
+        "counter", ("rank",), "Time spent on planning, reading and decoding."
+    ),
+    "bagelplane_ring_wait_seconds": MetricDoc(
+        "counter", ("rank",), "Time that producers waited for room in the ring."
+    ),
+    "bagelplane_trainer_wait_seconds": MetricDoc(
+        "counter", ("rank",), "Time that trainers had no pack to take."
+    ),
+    "bagelplane_restarts": MetricDoc("counter", ("rank",), "Restarts of the producer."),
+    "bagelplane_drops": MetricDoc("counter", ("rank", "group", "reason"), "Rows not trained on."),
+    "bagelplane_next_step": MetricDoc("gauge", ("rank",), "First pack that was not acknowledged."),
+    "bagelplane_fill_ratio": MetricDoc("gauge", ("rank",), "Tokens of a pack against maxTokens, mean."),
+    "bagelplane_ring_used_bytes": MetricDoc("gauge", ("rank",), "Bytes of the ring that are not freed yet."),
+    "bagelplane_snapshots_completed": MetricDoc("counter", (), "Snapshots completed."),
+    "bagelplane_snapshots_failed": MetricDoc("counter", (), "States that could not be written."),
+    "bagelplane_snapshots_given_up": MetricDoc(
+        "counter", (), "Snapshots given up because the store was behind."
+    ),
+    "bagelplane_snapshot_timestamp_seconds": MetricDoc(
+        "gauge", (), "When the last complete snapshot was written."
+    ),
+    "bagelplane_ready": MetricDoc("gauge", (), "1 when packs can be taken."),
 }
 
 
@@ -46,50 +71,40 @@ class _SupervisorCollector(Collector):
         self._supervisor = supervisor
 
     def collect(self) -> Iterator[Metric]:
-        status = self._supervisor.status()
-        for name, text in _RANK_COUNTERS.items():
-            counter = CounterMetricFamily(f"bagelplane_{name}", text, labels=["rank"])
-            for rank in status["ranks"]:
-                counter.add_metric([str(rank["rank"])], rank[name])
-            yield counter
-        drops = CounterMetricFamily(
-            "bagelplane_drops", "Rows not trained on.", labels=["rank", "group", "reason"]
-        )
-        gauges = {
-            "next_step": GaugeMetricFamily(
-                "bagelplane_next_step", "First pack that was not acknowledged.", labels=["rank"]
-            ),
-            "fill": GaugeMetricFamily(
-                "bagelplane_fill_ratio", "Tokens of a pack against maxTokens, mean.", labels=["rank"]
-            ),
-            "used_bytes": GaugeMetricFamily(
-                "bagelplane_ring_used_bytes",
-                "Bytes of the ring that are not freed yet.",
-                labels=["rank"],
-            ),
-        }
-        for rank in status["ranks"]:
-            label = str(rank["rank"])
-            for group, reasons in rank["drops"].items():
-                for reason, count in reasons.items():
-                    drops.add_metric([label, group, reason], count)
-            gauges["next_step"].add_metric([label], rank["next_step"])
-            gauges["fill"].add_metric([label], rank["fill"] or 0.0)
-            gauges["used_bytes"].add_metric([label], rank["ring"]["used_bytes"])
-        yield drops
-        yield from gauges.values()
-        snapshots = status["snapshots"]
-        for name, text in _SNAPSHOT_COUNTERS.items():
-            yield CounterMetricFamily(f"bagelplane_snapshots_{name}", text, value=snapshots[name])
-        if snapshots["last_unix_seconds"] is not None:
-            yield GaugeMetricFamily(
-                "bagelplane_snapshot_timestamp_seconds",
-                "When the last complete snapshot was written.",
-                value=snapshots["last_unix_seconds"],
-            )
-        yield GaugeMetricFamily(
-            "bagelplane_ready", "1 when packs can be taken.", value=float(status["ready"])
-        )
+        values = dict(_samples(self._supervisor.status()))
+        for name, doc in METRICS.items():
+            family = CounterMetricFamily if doc.kind == "counter" else GaugeMetricFamily
+            metric = family(name, doc.text, labels=doc.labels)
+            for labels, value in values.get(name, []):
+                metric.add_metric(labels, value)
+            yield metric
+
+
+def _samples(status: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[list[str], float]]]]:
+    """(metric, [(label values, value)]) of a status."""
+    ranks = [([str(rank["rank"])], rank) for rank in status["ranks"]]
+    for name, doc in METRICS.items():
+        key = name.removeprefix("bagelplane_")
+        if doc.labels == ("rank",) and doc.kind == "counter":
+            yield name, [(label, rank[key]) for label, rank in ranks]
+    yield (
+        "bagelplane_drops",
+        [
+            ([*label, group, reason], count)
+            for label, rank in ranks
+            for group, reasons in rank["drops"].items()
+            for reason, count in reasons.items()
+        ],
+    )
+    yield "bagelplane_next_step", [(label, rank["next_step"]) for label, rank in ranks]
+    yield "bagelplane_fill_ratio", [(label, rank["fill"] or 0.0) for label, rank in ranks]
+    yield "bagelplane_ring_used_bytes", [(label, rank["ring"]["used_bytes"]) for label, rank in ranks]
+    snapshots = status["snapshots"]
+    for key in ("completed", "failed", "given_up"):
+        yield f"bagelplane_snapshots_{key}", [([], snapshots[key])]
+    if snapshots["last_unix_seconds"] is not None:
+        yield "bagelplane_snapshot_timestamp_seconds", [([], snapshots["last_unix_seconds"])]
+    yield "bagelplane_ready", [([], float(status["ready"]))]
 
 
 class StatusServer:
