@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from bagelplane.cli.demo_processes import Child, DemoError, wait_until
 from bagelplane.cli.demo_server import S3Endpoint, serve_folder
@@ -382,7 +383,7 @@ class Demo:
             f"{comparison.bits / 1e9:,.1f} billion bits. All of it took {seconds:.0f} s.\n",
             soft_wrap=True,
         )
-        self._console.print(f"Look at {self._folder}:", soft_wrap=True)
+        self._console.print(escape(f"Look at {self._folder}:"), soft_wrap=True)
         for name, what in (
             ("preview.png", "what the model sees: samples, pictures, texts, what carries loss"),
             ("plan.png", "fill, mix, images and drops of the next packs"),
@@ -390,11 +391,12 @@ class Demo:
             ("", f"bagelplane plan {_relative(self._local)}"),
             ("logs/", "what sidecar, ranks and server said"),
         ):
-            self._console.print(f"  {name:<14}{what}", soft_wrap=True)
+            if (self._folder / name).exists():
+                self._console.print(f"  {name:<14}{escape(what)}", soft_wrap=True)
 
     def _say(self, text: str) -> None:
         elapsed = time.monotonic() - self._started
-        self._console.print(f"[dim]{elapsed:5.1f} s[/]  {text}", soft_wrap=True)
+        self._console.print(f"[dim]{elapsed:5.1f} s[/]  {escape(text)}", soft_wrap=True)
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
