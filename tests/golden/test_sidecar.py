@@ -1,4 +1,4 @@
-"""`bagelplane run` and `PackedLoader`: every recorded stream comes out of the ring to the bit, from disk and from S3."""
+"""`bagelplane run` and `PackedLoader`: every recorded stream comes out of the ring to the bit, from disk and S3."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ class ParquetReader:
         self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         # Streams are dropped rather than closed (a drop-in iterator has no end); their files go with them.
         weakref.finalize(self, _close_all, self._files)
+        self._process = os.getpid()
 
     def num_row_groups(self, uri: str) -> int:
         return int(self._open(uri).num_row_groups)
@@ -52,6 +54,10 @@ class ParquetReader:
             raise _unreadable(uri, f"row group {row_group}: {error}") from error
 
     def _open(self, uri: str) -> pq.ParquetFile:
+        if self._process != os.getpid():
+            # After a fork both sides would move one and the same file position.
+            _close_all(self._files)
+            self._process = os.getpid()
         if uri in self._files:
             self._files.move_to_end(uri)
             return self._files[uri]
