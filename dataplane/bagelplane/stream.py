@@ -107,6 +107,8 @@ class WorkerStream:
             )
             if not bad:
                 self._mark = plan.after
+                for drop in plan.drops:
+                    self._drops.count(drop)
                 return plan
             self._note_bad(bad)
             self._planner.restore(plan.before)

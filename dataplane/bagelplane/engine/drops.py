@@ -74,9 +74,13 @@ class DropLog:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _by_reason: Counter[str] = field(default_factory=Counter)
 
-    def record(self, drop: Drop) -> None:
+    def count(self, drop: Drop) -> None:
         self.counts[drop.group, drop.reason] += 1
         self._by_reason[drop.reason] += 1
+
+    def record(self, drop: Drop) -> None:
+        """Count, and log."""
+        self.count(drop)
         count = self._by_reason[drop.reason]
         if count <= 3 or count % self.every == 0:
             self.logger.warning(

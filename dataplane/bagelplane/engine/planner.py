@@ -121,12 +121,14 @@ class PackPlanner:
         buffered = pack.length < config.prefer_buffer_before and bool(self._buffer)
         sample = self._buffer.pop(0) if buffered else self._draw(self._choose_group())
         if not self._profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=False):
-            self._drop(sample.group, DropReason.OVERLENGTH_SAMPLE, _overlength_message(sample, config))
+            self._drop(
+                self._name_of(sample), DropReason.OVERLENGTH_SAMPLE, _overlength_message(sample, config)
+            )
             return False
         if pack.length + sample.size > config.max_tokens:
             if not buffered and len(self._buffer) < config.max_buffer_size:
                 self._buffer.append(sample)
-                self._in_a_row[sample.group] = 0
+                self._in_a_row[self._name_of(sample)] = 0
                 return False
             self._lose(sample, pack, buffered=buffered)
             return True
@@ -148,13 +150,13 @@ class PackPlanner:
 
     def _put(self, pack: OpenPack, sample: Sample) -> None:
         pack.put(sample, self.config, self._rng)
-        self._in_a_row[sample.group] = 0
+        self._in_a_row[self._name_of(sample)] = 0
 
     def _lose(self, sample: Sample, pack: OpenPack, *, buffered: bool) -> None:
         if pack.length == 0:
             # Yielding an empty pack again and again would be the end of it.
             raise DataError(
-                f"a sample of group {sample.group} fits into no pack",
+                f"a sample of group {self._name_of(sample)} fits into no pack",
                 got=f"{sample.size} tokens",
                 expected=f"at most {self.config.max_tokens}, the budget of a whole pack",
                 fix="let maxTokensPerSample be at most maxTokens",
@@ -163,7 +165,11 @@ class PackPlanner:
             "came from the buffer" if buffered else f"the buffer of {self.config.max_buffer_size} is full"
         )
         message = f"{sample.data_indexes}: {sample.size} tokens do not fit behind {pack.length}, and {source}"
-        self._drops.append(Drop(sample.group, DropReason.BUFFER_FULL, message))
+        self._drops.append(Drop(self._name_of(sample), DropReason.BUFFER_FULL, message))
+
+    def _name_of(self, sample: Sample) -> str:
+        """The group's name; a sample carries its type, which packs report."""
+        return self._groups[sample.group_index].name
 
     def _choose_group(self) -> int:
         draw = self._rng.python.random()

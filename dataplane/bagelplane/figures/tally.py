@@ -73,9 +73,7 @@ class PlanTally:
         self.offered: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self._positions = [[_Position() for _ in groups] for _ in range(readers)]
-        # Drops of the packing itself name a sample's group by its type.
-        self._numbers = {share.type: number for number, share in enumerate(groups)}
-        self._numbers |= {share.name: number for number, share in enumerate(groups)}
+        self._numbers = {share.name: number for number, share in enumerate(groups)}
 
     @property
     def packs(self) -> int:
