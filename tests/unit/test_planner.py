@@ -62,6 +62,11 @@ def planner(*groups: Rows, max_consecutive: int = 5) -> PackPlanner:
     )
 
 
+def forty_packs(plan: PackPlanner) -> None:
+    for _ in range(40):
+        plan.plan()
+
+
 def test_drops_of_rows_and_of_packing_name_the_group_not_its_type() -> None:
     plan = planner(Rows("captions", [10, 0, 35, 25, 28, 29]))
     drops = [drop for _ in range(6) for drop in plan.plan().drops]
@@ -71,8 +76,7 @@ def test_drops_of_rows_and_of_packing_name_the_group_not_its_type() -> None:
 
 def test_good_rows_between_bad_ones_are_no_endless_run_of_drops() -> None:
     plan = planner(Rows("captions", [10, 0, 0, 12]), max_consecutive=3)
-    for _ in range(50):
-        plan.plan()
+    forty_packs(plan)
 
 
 def test_a_group_of_bad_rows_alone_fails_after_the_bound_and_names_reason_and_row() -> None:
