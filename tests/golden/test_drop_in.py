@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.golden.resource import PLACES, load_recording, packed_dataset
 
+ROOT = Path(__file__).parents[2]
 WITH_WORKERS = [place for place in PLACES if load_recording(place[0]).num_workers]
 WITHOUT_WORKERS = [place for place in PLACES if not load_recording(place[0]).num_workers]
 pytestmark = [
@@ -57,12 +60,14 @@ def test_every_recorded_pack_comes_from_forked_workers(name: str, rank: int, scr
         recording.check(rank, step, next(packs))
 
 
-@pytest.mark.parametrize(("name", "rank"), [("d_workers", 1), ("odd_workers", 0)])
-def test_spawned_workers_yield_the_same(name: str, rank: int, scratch: Path) -> None:
-    recording = load_recording(name)
-    packs = iter(loader(name, rank, scratch, multiprocessing_context="spawn"))
-    for step in range(6):
-        recording.check(rank, step, next(packs))
+@pytest.mark.parametrize(
+    ("claim", "name", "rank"),
+    [("packs", "d_workers", 1), ("packs", "odd_workers", 0), ("resume", "d_workers", 0)],
+)
+def test_spawned_workers_yield_the_same_and_continue(claim: str, name: str, rank: int, scratch: Path) -> None:
+    command = [sys.executable, "-m", "tests.golden.spawned", claim, name, str(rank), str(scratch)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    assert result.stdout == "agrees\n", result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["a_default", "odd_tight"])
@@ -88,13 +93,3 @@ def test_a_stateful_loader_continues_from_its_state(name: str, rank: int, scratc
     packs = iter(second)
     for step in range(taken, min(taken + 8, count)):
         recording.check(rank, step, next(packs))
-
-
-def test_spawned_stateful_workers_continue_from_their_state(scratch: Path) -> None:
-    recording = load_recording("d_workers")
-    first = loader("d_workers", 0, scratch, stateful=True, multiprocessing_context="spawn")
-    take(iter(first), 3)
-    second = loader("d_workers", 0, scratch, stateful=True, multiprocessing_context="spawn")
-    second.load_state_dict(first.state_dict())
-    for step, pack in enumerate(take(iter(second), 3), start=3):
-        recording.check(0, step, pack)

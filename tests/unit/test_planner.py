@@ -84,8 +84,7 @@ def test_a_group_of_bad_rows_alone_fails_after_the_bound_and_names_reason_and_ro
     with pytest.raises(
         DataError, match=r"group bad .* 4 rows in a row dropped, the last as unreadable: row 3"
     ):
-        for _ in range(50):
-            plan.plan()
+        forty_packs(plan)
 
 
 def test_a_plan_that_failed_leaves_the_planner_where_it_was() -> None:
