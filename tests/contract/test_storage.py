@@ -334,7 +334,7 @@ class TestLocalFileUri(AtomicCreateClaims, StorageClaims):
         return Place(open_storage(), f"file://{tmp_path}/data/")
 
 
-class TestMemory(AtomicCreateClaims, StorageClaims):
+class TestMemory(StorageClaims):
     @pytest.fixture
     def place(self) -> Place:
         return Place(open_storage(), f"memory://{uuid.uuid4().hex}/data/")
