@@ -111,7 +111,7 @@ def build(
         special_tokens=tokenizer.special_tokens(),
         local_rank=rank,
         world_size=config["world_size"],
-        num_workers=max(1, config["num_workers"]),
+        num_workers=config.get("constructor_num_workers", max(1, config["num_workers"])),
         dataset_info=dataset_info(data, absolute_parquet_info(data)),
         global_seed=config["global_seed"],
         **{name: value for name, value in knobs.items() if name not in NOT_FOR_THE_CLASS},
@@ -213,7 +213,19 @@ def _mandatory_only(config: dict[str, Any]) -> None:
     config |= {"world_size": 2, "global_seed": None, "packs": 20}
 
 
+def _constructor_alone(config: dict[str, Any]) -> None:
+    """In the process, though the constructor is told of three workers: its number goes into the seed."""
+    config |= {"world_size": 2, "constructor_num_workers": 3, "packs": 8}
+
+
+def _constructor_differs(config: dict[str, Any]) -> None:
+    """Two workers, though the constructor is told of four."""
+    config |= {"data": "odd", "world_size": 2, "num_workers": 2, "constructor_num_workers": 4, "packs": 8}
+
+
 EXTRA = {
+    "constructor_alone": _constructor_alone,
+    "constructor_differs": _constructor_differs,
     "odd_workers": _odd_workers,
     "frames": _frames,
     "large": _large,

@@ -79,6 +79,11 @@ def recording_paths() -> dict[str, Path]:
 RECORDINGS = tuple(recording_paths())
 PLACES = tuple((name, rank) for name in RECORDINGS for rank in range(len(load_recording(name).ranks)))
 """Every rank of every recording."""
+DECLARABLE = tuple(
+    name for name in RECORDINGS if "constructor_num_workers" not in load_recording(name).config
+)
+"""Recordings that a resource can declare; it cannot say one number of workers and use another."""
+DECLARABLE_PLACES = tuple(place for place in PLACES if place[0] in DECLARABLE)
 
 
 @cache
@@ -123,7 +128,7 @@ def packed_dataset(
         "special_tokens": special_tokens_of(tokenizer),
         "local_rank": rank,
         "world_size": config["world_size"],
-        "num_workers": max(1, config["num_workers"]),
+        "num_workers": config.get("constructor_num_workers", max(1, config["num_workers"])),
         "dataset_info": dataset_info(recording.data, scratch),
         "global_seed": config["global_seed"],
         **knobs,

@@ -8,13 +8,13 @@ import pytest
 
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
-from tests.golden.resource import PLACES, load_recording, next_batch, resource_of
+from tests.golden.resource import DECLARABLE_PLACES, load_recording, next_batch, resource_of
 
 THREADS = (0, 1, 3)
 
 
 @pytest.mark.parametrize("decode_threads", THREADS)
-@pytest.mark.parametrize(("name", "rank"), PLACES)
+@pytest.mark.parametrize(("name", "rank"), DECLARABLE_PLACES)
 def test_every_recorded_pack_comes_from_a_resource(name: str, rank: int, decode_threads: int) -> None:
     recording = load_recording(name)
     topology = Topology(rank, len(recording.ranks), recording.num_workers)

@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from bagelplane.stream import RankStream, open_rank_stream
 from bagelplane.topology import Topology
 from tests.golden.resource import (
+    DECLARABLE_PLACES,
     PLACES,
     Recording,
     load_recording,
@@ -91,7 +92,7 @@ def test_the_drop_in_class_continues_after_every_pack(
                 assert resumed.state_dict() == states[own + 1]
 
 
-@pytest.mark.parametrize(("name", "rank"), PLACES)
+@pytest.mark.parametrize(("name", "rank"), DECLARABLE_PLACES)
 def test_a_rank_stream_continues_after_every_pack(name: str, rank: int) -> None:
     recording = load_recording(name)
     dataset = resource_of(recording)

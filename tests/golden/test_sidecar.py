@@ -13,7 +13,7 @@ import pytest
 
 from bagelplane.client import PackedLoader
 from bagelplane.storage import join_uri, open_storage
-from tests.golden.resource import RECORDINGS, Recording, load_recording, resource_of
+from tests.golden.resource import DECLARABLE, Recording, load_recording, resource_of
 from tests.integration.sidecar_harness import DEADLINE_SECONDS, Process, wait_for
 from tests.services.s3 import S3Server, serve_versitygw
 
@@ -62,7 +62,7 @@ def check_all_packs(recording: Recording, directory: Path) -> None:
                 recording.check(rank, step, next(loader))
 
 
-@pytest.mark.parametrize("name", RECORDINGS)
+@pytest.mark.parametrize("name", DECLARABLE)
 def test_every_recorded_pack_comes_through_the_ring(name: str, tmp_path: Path) -> None:
     recording = load_recording(name)
     # A ring of two packs, so that slots are used again and again.
