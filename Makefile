@@ -16,7 +16,8 @@ help: ## this list
 
 env: .venv/ready ## the environment: .venv, from the pins in constraints/
 
-.venv/ready: constraints/dev.txt pyproject.toml tools/environment.sh
+.venv/ready: constraints/dev.txt pyproject.toml tools/environment.sh hatch_build.py \
+		dataplane/bagelplane/native/resample.c
 	$(call stage,environment,tools/environment.sh)
 
 # pytest is last, so that its closing line ends the output.
@@ -71,6 +72,6 @@ pins: .venv/ready ## constraints/*.txt anew from pyproject.toml (UPGRADE=1: newe
 		echo 'pins: the lines above name a download address. Fix: remove the setting that puts them there' >&2; exit 1; fi
 
 clean: ## remove environments and all that was built
-	@rm -rf .venv .venv-* build dist site .cache demo-out bench-out \
+	@rm -rf .venv .venv-* build dist site .cache demo-out bench-out dataplane/bagelplane/native/*.so \
 		.pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

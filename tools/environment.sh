@@ -60,5 +60,9 @@ if ! is_usable .venv/bin/python; then
 fi
 run_uv pip install --quiet --python .venv/bin/python --require-hashes --requirement constraints/dev.txt
 # The build backend is among the pins, so that nothing unpinned is fetched for the build.
-run_uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .
+# Built anew each time: the build compiles dataplane/bagelplane/native/resample.c.
+run_uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --reinstall-package bagelplane \
+    --editable .
+[ -e dataplane/bagelplane/native/libresample.so ] ||
+    printf 'environment: no compiled resampler, Pillow resizes (slower, same bits). Fix: install a C compiler, then: rm .venv/ready; make env\n' >&2
 touch .venv/ready

@@ -7,7 +7,7 @@ load.
 
 Every function may run in any number of threads; Pillow releases the GIL while it decodes and resizes.
 Pillow's limits are process-wide: they are set when the first image is looked at, or earlier by
-`configure_pillow`.
+`configure_pillow`. What resizes, compiled code or Pillow, is resampling.py's: the bits are the same.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
 
 from bagelplane.png_text import MAX_CHUNK_BYTES, without_bulky_text
+from bagelplane.resampling import choice, resize_rgb
 
 PIXEL_LIMIT = 200_000_000
 """Pillow's limit in pixels; as with Pillow, images are refused above twice that."""
@@ -63,13 +64,17 @@ class ImageError(Exception):
 
 
 def configure_pillow() -> None:
-    """Sets Pillow's process-wide limits to those of the recorded streams, and loads all of its formats."""
+    """Sets Pillow's process-wide limits to those of the recorded streams, and loads all of its formats.
+
+    Chooses what resizes, too. Raises SpecError if BAGELPLANE_RESAMPLER asks for what there is not.
+    """
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     Image.MAX_IMAGE_PIXELS = PIXEL_LIMIT
     PngImagePlugin.MAX_TEXT_CHUNK = MAX_CHUNK_BYTES
     # Left to itself, Pillow does this at the first image of a rare format; a second thread that opens one
     # meanwhile is told that there is no such format.
     Image.init()
+    choice()  # so that a wrong setting is told before the first image
 
 
 # Once a process, however often images are looked at.
@@ -103,11 +108,7 @@ def resize_into(image: Image.Image, out: np.ndarray) -> None:
     height, width = out.shape[:2]
     if image.mode != "RGB" or out.shape != (height, width, 3) or out.dtype != np.uint8:
         raise ValueError(f"cannot write a {image.mode} image into {out.dtype} {out.shape}")
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    # Pillow keeps four bytes a pixel. Its own packing and one copy take a fiftieth of decoding and resizing;
-    # copying out of an Arrow view of the four takes NumPy 1.3 times as long by channel, 7 times by pixel.
-    np.copyto(out, np.frombuffer(image.tobytes(), dtype=np.uint8).reshape(height, width, 3))
+    resize_rgb(image, out)
 
 
 def _decode(data: bytes) -> Image.Image:

@@ -31,6 +31,7 @@ def info(output: FormatOption = Format.TABLE) -> None:
 
         bagelplane info -o json
     """
+    from bagelplane.resampling import choice
     from bagelplane.sources.registry import registered_types
 
     packages = {name: _version_of(name) for name in _PACKAGES}
@@ -43,6 +44,7 @@ def info(output: FormatOption = Format.TABLE) -> None:
         "groupTypes": list(registered_types()),
         "canReadVideoFiles": importlib.util.find_spec("av") is not None,
         "canDraw": importlib.util.find_spec("matplotlib") is not None,
+        "resampler": str(choice()),
         "packages": packages,
     }
     if output is Format.JSON:
@@ -55,6 +57,7 @@ def info(output: FormatOption = Format.TABLE) -> None:
         "CPUs": document["cpus"],
         "free shared memory, bytes": document["sharedMemoryFreeBytes"],
         "group types": ", ".join(registered_types()),
+        "images are resized by": document["resampler"],
         **{name: found or "not installed" for name, found in packages.items()},
     }
     print_facts("", facts)
