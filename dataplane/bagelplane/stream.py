@@ -24,7 +24,7 @@ from bagelplane.engine.planner import Mark, PackPlan, PackPlanner
 from bagelplane.engine.profile import AUTOMODEL
 from bagelplane.engine.raw_samples import RawPixels
 from bagelplane.engine.rng import StreamRandom
-from bagelplane.engine.samples import ImageLedger, PlannedImage
+from bagelplane.engine.samples import ImageLedger, PlannedImage, newest_bad_images
 from bagelplane.errors import BagelplaneError, SnapshotError
 from bagelplane.images import ImageError, configure_pillow, resize_into
 from bagelplane.settings import StreamSettings, open_group
@@ -37,10 +37,6 @@ Allocate = Callable[[Pack], Sequence[np.ndarray]]
 OnBadImages = Callable[[Mapping[str, str]], None]
 
 STATE_VERSION = 1
-MAX_KNOWN_BAD_IN_STATE = 200
-"""A state stays small: the newest bad images travel with it, the whole set is durable beside the snapshots, and
-one that is missing is found again by decoding.
-"""
 
 
 @dataclass(slots=True)
@@ -307,7 +303,7 @@ class RankStream:
             "step": step,
             "topology": _topology_json(self._topology),
             "workers": list(self._worker_states),
-            "known_bad": dict(list(self._known_bad.items())[-MAX_KNOWN_BAD_IN_STATE:]),
+            "known_bad": newest_bad_images(self._known_bad),
             "drops": self._drops.as_json(drops),
         }
 

@@ -86,6 +86,22 @@ class ImageLedger:
         return opened
 
 
+MAX_KNOWN_BAD_BYTES = 24 * 1024
+"""A state stays small: the newest bad images travel with it. One that is left out is found again by decoding."""
+
+
+def newest_bad_images(known_bad: dict[str, str], limit_bytes: int = MAX_KNOWN_BAD_BYTES) -> dict[str, str]:
+    """The newest of `known_bad`, oldest first, as many as take at most `limit_bytes` as ASCII JSON."""
+    kept: list[tuple[str, str]] = []
+    # A copy: the set grows while the next pack is planned.
+    for key, cause in reversed(list(known_bad.items())):
+        limit_bytes -= len(json.dumps({key: cause}))
+        if limit_bytes < 0:
+            break
+        kept.append((key, cause))
+    return dict(reversed(kept))
+
+
 @dataclass(frozen=True, slots=True)
 class FrameSampler:
     """How many frames of a video are taken: from `min_frames` to `max_frames`, both included."""

@@ -20,8 +20,8 @@ from bagelplane.engine.packer import SpecialTokens
 from bagelplane.engine.planner import PackPlanner
 from bagelplane.engine.profile import AUTOMODEL
 from bagelplane.engine.rng import StreamRandom, mark_from_json, mark_to_json, stream_seed
-from bagelplane.engine.samples import ImageLedger
-from bagelplane.errors import SpecError
+from bagelplane.engine.samples import ImageLedger, newest_bad_images
+from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.images import configure_pillow
 from bagelplane.packing.config import DataConfig, group_config, packing_config
 from bagelplane.packing.groups import StoredGroupDataset, open_group, position_after, status_of
@@ -217,18 +217,20 @@ class PackedDataset(IterableDataset[dict[str, Any]]):
             position if state is None else self._position(number, state, iteration.worker_id, position)
             for number, (state, position) in enumerate(zip(resume.groups, start.groups, strict=True))
         ]
-        iteration.stream.load_state(
-            {
-                "version": STATE_VERSION,
-                "packs": resume.yielded_batches,
-                "rng": resume.rng or mark_to_json(start.rng),
-                "buffer": resume.buffer,
-                "groups": [
-                    {"name": config.name, "position": position}
-                    for config, position in zip(self._configs, positions, strict=True)
-                ],
-            }
-        )
+        state = {
+            "version": STATE_VERSION,
+            "packs": resume.yielded_batches,
+            "rng": resume.rng or mark_to_json(start.rng),
+            "buffer": resume.buffer,
+            "groups": [
+                {"name": config.name, "position": position}
+                for config, position in zip(self._configs, positions, strict=True)
+            ],
+        }
+        try:
+            iteration.stream.load_state(state)
+        except SnapshotError as error:
+            raise StateError.of(error) from error
 
     def _position(self, number: int, state: Mapping[str, Any], worker_id: int, default: Any) -> Any:
         if state.get("position") is not None:
@@ -276,7 +278,7 @@ class PackedDataset(IterableDataset[dict[str, Any]]):
                 | {"data_status": [None] * iteration.worker_id + [self._status(number, group["position"])]}
                 for number, group in enumerate(planned["groups"])
             ],
-            "known_bad": dict(iteration.known_bad),
+            "known_bad": newest_bad_images(iteration.known_bad),
             "worker": self._worker_json(iteration.worker_id),
         }
 

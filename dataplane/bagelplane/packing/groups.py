@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -61,8 +62,18 @@ class StoredGroupDataset(DistributedIterableDataset):
             worker_id=worker_id,
         )
         status = self._get_worker_data_status(worker_id)
-        if status is not None:
-            group.restore(position_after(status))
+        if status is None:
+            return group
+        position = position_after(status)
+        if position[0] >= len(units):
+            # As the peer has it: the first unit, but the row that the status names. A whole state, by contrast,
+            # is refused: it belongs to other data.
+            logging.getLogger(__name__).warning(
+                "group %s: data_status %r lies outside of this worker's %d units; it starts over",
+                config.name, status, len(units),
+            )  # fmt: skip
+            position = [0, 0, 0] if config.type == "vlm_sft" else [0, *position[1:]]
+        group.restore(position)
         return group
 
 

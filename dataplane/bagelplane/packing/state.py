@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from bagelplane.engine.raw_samples import sample_from_mapping, sample_to_json
 from bagelplane.engine.rng import mark_from_json, mark_to_json
@@ -15,6 +15,11 @@ STATE_VERSION = 1
 
 class StateError(SnapshotError, ValueError):
     """A state that cannot be continued from. A ValueError too, as the documented classes raise."""
+
+    @classmethod
+    def of(cls, error: SnapshotError) -> Self:
+        """The same message as a StateError."""
+        return cls(error.what, got=error.got, expected=error.expected, fix=error.fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +56,11 @@ def parse_state(state: Any, group_names: Sequence[str]) -> ResumePoint:
             known_bad=dict(state.get("known_bad") or {}),
             worker=state.get("worker"),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, SnapshotError):
-            raise
+    except StateError:
+        raise
+    except SnapshotError as error:
+        raise StateError.of(error) from error
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise StateError(
             "a state cannot be read",
             got=f"{type(error).__name__}: {error}",
