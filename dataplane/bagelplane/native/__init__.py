@@ -15,6 +15,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,7 +105,7 @@ class Resampler:
         if version != INTERFACE_VERSION:
             raise NativeError(f"{path.name} is of version {version}, this package needs {INTERFACE_VERSION}")
         size, pointer = ctypes.c_int64, ctypes.c_void_p
-        axis: list[type[ctypes.c_void_p] | type[ctypes.c_int64]] = [pointer, pointer, pointer, size]
+        axis: list[Any] = [pointer, pointer, pointer, size]
         self._resample.argtypes = [
             pointer,
             size,
