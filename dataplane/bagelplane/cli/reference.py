@@ -64,6 +64,11 @@ def _resource_page() -> Iterator[str]:
         "`512Mi`, `10Gi` or a number of bytes. Addresses are `s3://`, `gs://`, `az://`, `file:///` or local paths; "
         "relative paths start from the folder that the program runs in.\n"
     )
+    yield (
+        "This release runs profile `Automodel` with sharding `Bagel` and `uint8` pixels, without storage cache. Write "
+        "`profile` and `sharding.mode` down: their defaults are what is still to come, and refused. `gs://` needs the "
+        "package gcsfs, `az://` adlfs; neither is tested yet.\n"
+    )
     yield "Examples: [dataset.yaml](../examples/dataset.yaml), [minimal.yaml](../examples/minimal.yaml),"
     yield "[from-automodel.yaml](../examples/from-automodel.yaml).\n"
     fields = list(iter_fields())
