@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import random
 import shutil
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
 import numpy as np
@@ -20,29 +18,16 @@ from bagelplane import native, resampling
 from bagelplane.errors import SpecError
 from bagelplane.native import NativeError, Resampler, axis_weights, is_vertical_first
 from bagelplane.resampling import Choice, choice, resize_rgb
+from tests.native_library import SOURCE, build_hook, compiled_library
 
-ROOT = Path(__file__).parents[2]
 RANDOM_PAIRS = 3_000
 
 Size = tuple[int, int]  # (width, height)
 
 
-def build_hook() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled here, so that the source is what is tested and not what an older install left."""
-    path = tmp_path_factory.mktemp("native") / "libresample.so"
-    problem = build_hook().compile_library(ROOT / "dataplane/bagelplane/native/resample.c", path)
-    assert not problem, f"the tests need a C compiler: {problem}"
-    return path
+def library() -> Path:
+    return compiled_library()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["best", "portable"])
@@ -382,7 +367,7 @@ def test_without_a_compiler_the_build_goes_on(tmp_path: Path, monkeypatch: pytes
     hook = build_hook()
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    problem = hook.compile_library(ROOT / hook.SOURCE, tmp_path / "lib.so")
+    problem = hook.compile_library(SOURCE, tmp_path / "lib.so")
     assert problem.startswith("there is no C compiler")
 
 
@@ -404,7 +389,7 @@ def test_a_library_of_a_failed_build_does_not_stay(tmp_path: Path) -> None:
 
 
 def test_a_library_of_another_version_is_not_used(tmp_path: Path, library: Path) -> None:
-    source = (ROOT / build_hook().SOURCE).read_text()
+    source = SOURCE.read_text()
     changed = tmp_path / "resample.c"
     changed.write_text(source.replace("#define INTERFACE_VERSION 1", "#define INTERFACE_VERSION 99"))
     path = tmp_path / "other.so"
@@ -427,6 +412,6 @@ def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
         "-fPIC",
         "-shared",
     ]
-    command = [compiler, *flags, "-o", str(tmp_path / "lib.so"), str(ROOT / build_hook().SOURCE)]
+    command = [compiler, *flags, "-o", str(tmp_path / "lib.so"), str(SOURCE)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

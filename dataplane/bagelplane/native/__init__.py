@@ -2,10 +2,10 @@
 
 `resample.c` is plain C without Python, compiled when the package is built or installed (hatch_build.py) and
 called through ctypes, which releases the GIL. Where it could not be compiled there is no library, `load` gives
-None, and `bagelplane.images` lets Pillow resize. What is computed, and why like this:
+None, and `bagelplane.resampling` lets Pillow resize. What is computed, and why like this:
 docs/adr/0009-native-resampler.md.
 
-No Pillow in here, no choice of resampler, no log lines: those are images.py's. Nothing here keeps state but the
+No Pillow in here, no choice of resampler, no log lines: those are resampling.py's. Nothing here keeps state but the
 weights of the last sizes; any number of threads may resize at once.
 """
 
@@ -15,7 +15,6 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -105,19 +104,8 @@ class Resampler:
         if version != INTERFACE_VERSION:
             raise NativeError(f"{path.name} is of version {version}, this package needs {INTERFACE_VERSION}")
         size, pointer = ctypes.c_int64, ctypes.c_void_p
-        axis: list[Any] = [pointer, pointer, pointer, size]
-        self._resample.argtypes = [
-            pointer,
-            size,
-            size,
-            pointer,
-            size,
-            size,
-            *axis,
-            *axis,
-            ctypes.c_int,
-            ctypes.c_int,
-        ]
+        picture, axis = (pointer, size, size), (pointer, pointer, pointer, size)
+        self._resample.argtypes = (*picture, *picture, *axis, *axis, ctypes.c_int, ctypes.c_int)
         self._resample.restype = ctypes.c_int
         self._use_avx2 = has_avx2 and not portable
         self.instructions = "avx2" if self._use_avx2 else "portable"
