@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from bagelplane.errors import SnapshotError
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
 from tests.golden.resource import DECLARABLE_PLACES, load_recording, next_batch, resource_of
@@ -27,3 +31,30 @@ def test_every_recorded_pack_comes_from_a_resource(name: str, rank: int, decode_
             assert pack.step == step
             recording.check(rank, step, batch)
         assert stream.step == pack.step + 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("step"),
+        lambda state: state.update(step="third"),
+        lambda state: state.update(known_bad=5),
+        lambda state: state.update(drops=[1]),
+        lambda state: state.update(workers=None),
+        lambda state: state.update(workers=[]),
+        lambda state: state.update(workers=["x"]),
+        lambda state: state["workers"][0].update(buffer=[{}]),
+        lambda state: state["workers"][0].update(rng={}),
+        lambda state: state["workers"][0].update(rng=float("nan")),
+        lambda state: state["workers"][0].update(groups=[]),
+        lambda state: state["workers"][0].update(packs=None),
+    ],
+)
+def test_a_damaged_state_is_refused_as_one(damage: Callable[[dict[str, Any]], object]) -> None:
+    dataset, topology = resource_of(load_recording("a_default")), Topology(0, 2, 0)
+    with contextlib.closing(open_rank_stream(dataset, topology)) as stream:
+        next_batch(stream)
+        state = copy.deepcopy(stream.state())
+    damage(state)
+    with pytest.raises(SnapshotError, match="state"):
+        open_rank_stream(dataset, topology, state=state, decode_threads=0)
