@@ -216,6 +216,12 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path, change: dict[str, 
         loader.load_state_dict({**state, **change})
 
 
+@pytest.mark.parametrize("state", [[], "x", 5, None, {}])
+def test_what_is_no_state_at_all_is_refused(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(SnapshotError, match=r"the loaded state is (no mapping|not one of PackedLoader)"):
+        PackedLoader(tmp_path, rank=0, world_size=4).load_state_dict(state)
+
+
 def test_a_state_of_another_data_set_is_refused_with_both_named(tmp_path: Path, stack: ExitStack) -> None:
     serve(stack, tmp_path, spec_hash="this")
     loader = connect(stack, tmp_path)
@@ -414,7 +420,7 @@ def test_ranks_come_from_torch_distributed_when_it_is_initialised(
 
 @pytest.mark.parametrize(
     "options",
-    [{"rank": 2, "world_size": 2}, {"rank": -1}, {"timeout_seconds": 0}, {"resume": "newest"}],
+    [{"rank": 2, "world_size": 2}, {"rank": -1}, {"rank": "0"}, {"timeout_seconds": 0}, {"resume": "newest"}],
 )
 def test_impossible_arguments_are_refused_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(SpecError):

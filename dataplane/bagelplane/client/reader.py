@@ -50,6 +50,10 @@ def place_from_environment(
         world_size = _number_from("WORLD_SIZE", 1)
     if generation is None:
         generation = _number_from(GENERATION_VARIABLE, 0)
+    numbers = {"rank": rank, "local_rank": local_rank, "world_size": world_size, "generation": generation}
+    for name, value in numbers.items():
+        if not isinstance(value, int):
+            raise SpecError(f"{name} is no whole number", got=repr(value), fix=f"pass {name}= as an int")
     if not 0 <= rank < world_size or local_rank < 0 or generation < 0:
         raise SpecError(
             "the rank is outside its world",
@@ -227,6 +231,12 @@ class NumpyReader:
 
 def _parse_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
     """(step, state or None) of a client's state. SnapshotError for anything else."""
+    if not isinstance(state_dict, Mapping):
+        raise SnapshotError(
+            "the loaded state is no mapping",
+            got=type(state_dict).__name__,
+            fix="load what PackedLoader.state_dict() gave",
+        )
     version, step, state = (state_dict.get(name) for name in ("version", "step", "state"))
     if version != STATE_VERSION:
         raise SnapshotError(
