@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,18 @@ def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "run").touch()
     with pytest.raises(RingError, match="cannot be made"):
         RunDirectory(tmp_path / "run")
+
+
+def test_a_full_volume_is_an_error_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(RingError, match=r"sidecar\.lock cannot be written: No space left"):
+        RunDirectory(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- commands

@@ -50,7 +50,13 @@ class RunDirectory:
         if status.st_uid == os.getuid():
             with contextlib.suppress(OSError):
                 self.path.chmod(0o700)
-        self._lock_fd = self._take_lock()
+        try:
+            self._lock_fd = self._take_lock()
+        except RingError:
+            if self._made:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -139,8 +145,16 @@ class RunDirectory:
                     fix=f"end it, or give this one another directory ({DIRECTORY_VARIABLE} or --dir)",
                 ) from None
             if _is_same(fd, path):
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                try:
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                except OSError as error:
+                    path.unlink(missing_ok=True)
+                    os.close(fd)
+                    raise RingError(
+                        f"the lock {path} cannot be written: {error.strerror}",
+                        fix=f"free room on its volume, or {_FIX_DIRECTORY}",
+                    ) from None
                 return fd
             os.close(fd)  # the one who held it removed it while leaving: once more
 
