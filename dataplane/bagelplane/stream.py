@@ -285,12 +285,20 @@ class RankStream:
                 expected=f"version {STATE_VERSION}, {expected}",
                 fix="resume on the same ranks and workers (sharding.mode Bagel is bound to them)",
             )
-        self._known_bad.update(state.get("known_bad", {}))
-        for worker, part in zip(self._workers, state["workers"], strict=True):
-            worker.load_state(part)
-        self._drops.load_json(state.get("drops", {}))
+        try:
+            self._known_bad.update(state.get("known_bad", {}))
+            for worker, part in zip(self._workers, state["workers"], strict=True):
+                worker.load_state(part)
+            self._drops.load_json(state.get("drops", {}))
+            self.step = int(state["step"])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise SnapshotError(
+                "a state is damaged",
+                got=f"{type(error).__name__}: {error}",
+                expected="what a stream of this data set gave as its state",
+                fix="resume from another snapshot or checkpoint",
+            ) from error
         self._worker_states = [worker.state() for worker in self._workers]
-        self.step = int(state["step"])
 
     def close(self) -> None:
         """End the decode threads."""

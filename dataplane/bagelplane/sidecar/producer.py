@@ -152,6 +152,14 @@ class Producer:
             known_bad=setup.known_bad,
             on_bad_images=self._keep_bad_images,
         )
+        at = setup.state.get("step") if setup.state is not None else setup.start_step
+        if at != setup.start_step:
+            raise SnapshotError(
+                "a state is of another step than it was saved under",
+                got=f"step {at}",
+                expected=f"step {setup.start_step}",
+                fix="resume from another snapshot or checkpoint",
+            )
         return stream
 
     def _plan_forward(self, stream: RankStreamLike) -> None:
