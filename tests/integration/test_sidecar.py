@@ -20,7 +20,7 @@ from typing import Any, Self
 import pytest
 
 from bagelplane.client.reader import NumpyReader
-from bagelplane.errors import BagelplaneError, DataError, SnapshotError
+from bagelplane.errors import BagelplaneError, DataError, ProtocolError, SnapshotError
 from bagelplane.shm.protocol import (
     SIDECAR_MESSAGES,
     Ack,
@@ -179,6 +179,14 @@ def test_what_makes_serving_impossible_is_said_before_a_trainer_comes(tmp_path: 
     assert not sidecar.directory.exists()
 
 
+def test_a_place_where_no_snapshot_can_be_written_is_said_before_a_trainer_comes(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sidecar = Sidecar(tmp_path, make_dataset(snapshots=tmp_path / "file" / "snapshots"))
+    assert sidecar.wait() == 3, sidecar.tail()
+    assert f"{tmp_path}/file/snapshots" in sidecar.log.read_text()
+    assert "Traceback" not in sidecar.log.read_text()
+
+
 def test_a_ring_larger_than_its_volume_is_refused_with_both_numbers(tmp_path: Path) -> None:
     data = make_dataset(snapshots=None).to_mapping()
     data["spec"]["dataplane"]["ring"]["size"] = str(2**50)
@@ -251,6 +259,15 @@ def test_a_rank_that_is_taken_waits_and_then_says_busy(start: Start) -> None:
         error = second.attach()
         assert isinstance(error, Error)
         assert (error.code, error.fatal) == ("busy", False)
+
+
+@pytest.mark.slow
+def test_the_deadline_names_the_holder_of_the_rank_though_attaching_was_tried_again(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with RawClient(sidecar.directory) as holder, sidecar.reader(timeout_seconds=7) as reader:
+        assert isinstance(holder.attach(), Attached)
+        with pytest.raises(ProtocolError, match=r"rank 0 is attached already, as local rank 0; got raw"):
+            take(reader, 1)
 
 
 def test_a_trainer_of_another_generation_is_refused(start: Start) -> None:
@@ -328,6 +345,16 @@ def test_a_state_from_a_checkpoint_continues_in_a_new_sidecar(start: Start) -> N
         assert take(reader, 4) == undisturbed(dataset, 0, 1, 13)[9:]
 
 
+def test_a_state_under_another_step_is_refused_at_once(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    with sidecar.reader() as reader:
+        take(reader, 3)
+        state = reader.state_dict()
+        reader.load_state_dict({**state, "step": 500})
+        with pytest.raises(SnapshotError, match="another step than it was saved under; got step 3"):
+            take(reader, 1)
+
+
 def test_another_topology_in_mid_run_is_refused_and_both_are_named(start: Start) -> None:
     sidecar = start(make_dataset(snapshots=None))
     with sidecar.reader(0, 2) as reader:
@@ -403,6 +430,18 @@ def test_sigterm_ends_with_a_snapshot_and_status_0_and_the_run_goes_on_there(
             assert take(reader, 5) == undisturbed(dataset, rank, 2, 16)[11:]
 
 
+def test_sigterm_ends_the_sidecar_while_trainers_wait_for_a_producer_that_crashes(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None, crash_at="0"))
+    with RawClient(sidecar.directory) as first, RawClient(sidecar.directory) as second:
+        for client in (first, second):
+            client.send(Hello(1, "raw"))
+            client.receive(Welcome)
+            client.send(Attach(0, 0, 1, 0, Resume("none")))
+        wait_for(lambda: "starting it again" in sidecar.log.read_text(), "the first crash")
+        assert sidecar.terminate() == 0
+    assert "Traceback" not in sidecar.log.read_text().partition("asked to stop")[2]
+
+
 @pytest.mark.slow
 def test_sigterm_ends_within_the_grace_period_when_the_store_is_away(start: Start, tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"
@@ -410,6 +449,7 @@ def test_sigterm_ends_within_the_grace_period_when_the_store_is_away(start: Star
     sidecar = start(dataset, grace_seconds=8.0)
     with sidecar.reader() as reader:
         take(reader, 3)
+        snapshots.rmdir()
         snapshots.write_text("a file where the folder should be")
         begun = time.monotonic()
         assert sidecar.terminate() == 0, sidecar.tail()

@@ -97,6 +97,7 @@ class Connection:
         self._epoch = 0
         self._doorbells: deque[Published] = deque()
         self._last_seen = "nothing yet"
+        self._refusal = ""  # why the sidecar did not attach us the last time
 
     @property
     def attached(self) -> bool:
@@ -176,7 +177,8 @@ class Connection:
         step = resume.step if resume.step is not None else self.next_step
         return ProtocolError(
             f"waited {self.timeout_seconds:g} s for {what} of rank {self.place.rank}"
-            f" (step {step}); last seen: {self._last_seen}",
+            f" (step {step}); last seen: {self._last_seen}"
+            + (f"; {self._refusal}" if self._refusal not in self._last_seen else ""),
             fix=f"look at the log of the sidecar that serves {self.directory}, or raise timeout_seconds",
         )
 
@@ -238,6 +240,7 @@ class Connection:
         self._open_ring(attached)
         self.spec_hash = welcome.spec_hash
         self.next_step = attached.next_step
+        self._refusal = ""
         self._last_seen = f"attached at step {attached.next_step}"
 
     def _open_ring(self, attached: Attached) -> None:
@@ -277,6 +280,7 @@ class Connection:
         self._last_seen = f"sidecar said: {error.message}" + (f" Fix: {error.fix}" if error.fix else "")
         logger.warning("rank %d: %s", self.place.rank, self._last_seen)
         if self._ring is None:
+            self._refusal = self._last_seen
             raise _BrokenError(self._last_seen)  # attaching was refused for now
 
     def _await_record(self, deadline: float) -> tuple[Record, memoryview]:

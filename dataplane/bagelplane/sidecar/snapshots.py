@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import platform
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -286,6 +287,12 @@ class SnapshotStore:
     def check_owner(self) -> None:
         """SnapshotError when the newest complete snapshot here belongs to another spec or is damaged."""
         self.nearest(None)
+
+    def check_writable(self) -> None:
+        """StorageError when nothing can be written or deleted here, before the first snapshot finds that out."""
+        uri = f"{self.uri}/write-check-{uuid.uuid4().hex}"
+        self._storage.write_bytes(uri, b"bagelplane looks whether snapshots can be written here\n")
+        self._storage.delete(uri)
 
     # -- retention
 

@@ -133,6 +133,7 @@ class Supervisor:
         start = _Start(store=open_snapshot_store(self.dataset))
         if start.store is not None:
             start.store.check_owner()
+            start.store.check_writable()
             start.known_bad = start.store.load_known_bad()
             if isinstance(self.settings.resume, int):
                 start.store.nearest(self.settings.resume)
@@ -190,6 +191,9 @@ class Supervisor:
                 if self.servers.get(local_rank) is old:  # two ranks that change places meet here
                     del self.servers[local_rank]
         origin = await self._starting_point(attach.rank, attach.resume, topology)
+        if self._stop.is_set():
+            # Nobody would end what begins now: those that attach may have waited until after the others' end.
+            raise RankStoppedError("the sidecar ends", fix="attach again")
         if attach.world_size != self._world_size:
             raise RankStoppedError(
                 "another topology was adopted meanwhile", got=str(topology), fix="attach again"
@@ -376,6 +380,7 @@ class Supervisor:
 
     async def _shut_down(self, status: StatusServer) -> None:
         """Snapshot, sessions, producers, in that order; the directory is cleared by its owner."""
+        self._stop.set()  # for the attaching, when it is an error that ends us
         deadline = time.monotonic() + self.settings.grace_seconds
         self._submit_last()
         # Three seconds are left for the rest: a snapshot that a slow store lost is less than a killed pod.
