@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bagelplane.errors import ObjectExistsError, StorageError
-from bagelplane.storage import ObjectMissingError, Storage, StorageSettings, open_storage
+from bagelplane.storage import ObjectMissingError, Storage, StorageSettings, UnusableNameError, open_storage
 from tests.services.s3 import S3Server, serve_rclone, serve_versitygw
 
 # The first use may build versitygw.
@@ -324,8 +324,28 @@ class TestLocalFolder(AtomicCreateClaims, StorageClaims):
         storage_error(lambda: place.put("a/b"), ObjectMissingError)
 
     def test_a_zero_byte_in_a_path_is_our_error(self, place: Place) -> None:
-        message = storage_error(lambda: place.storage.read_bytes(place.base + "a\x00b"))
+        message = storage_error(lambda: place.storage.read_bytes(place.base + "a\x00b"), UnusableNameError)
         assert "\\x00" in message
+
+    @pytest.mark.parametrize("name", ["x" * 300, "\ud800", "loop/a"], ids=["long", "surrogate", "circle"])
+    def test_a_name_of_nothing_is_our_error(self, place: Place, name: str) -> None:
+        place.put("beside")
+        Path(place.base, "loop").symlink_to("loop")
+        storage_error(lambda: place.storage.read_bytes(place.base + name), UnusableNameError)
+
+    def test_a_path_may_hold_the_signs_of_a_scheme(self, place: Place) -> None:
+        name = "s3://bucket/key"
+        place.put(name)
+        assert place.storage.read_bytes(place.base + name) == b"data"
+
+    def test_all_entries_of_a_folder_come_in_one_listing(self, place: Place) -> None:
+        place.put("a", "folder/b")
+        children = place.storage.list_all(place.base)
+        assert [info.uri for info in children.files] == [place.base + "a"]
+        assert children.folders == [place.base + "folder/"]
+        Path(place.base, "empty").mkdir()
+        assert place.storage.list_all(place.base + "empty/").files == []
+        storage_error(lambda: place.storage.list_all(place.base + "missing/"), ObjectMissingError)
 
 
 class TestLocalFileUri(AtomicCreateClaims, StorageClaims):

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 
@@ -249,11 +249,26 @@ def _parse_captions(text: str | None) -> list[str]:
             DropReason.CAPTION_NOT_OBJECT, f"captions are a {type(captions).__name__}, not an object"
         )
     for name, caption in captions.items():
-        if not isinstance(caption, str):
+        if not is_text(caption):
             raise RowDropped(
-                DropReason.CAPTION_NOT_TEXT, f"caption {name!r} is a {type(caption).__name__}, not a text"
+                DropReason.CAPTION_NOT_TEXT, f"caption {name!r} is {kind_of(caption)}, not a text"
             )
     return list(captions.values())
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether a value is a text that a tokenizer takes: JSON may hold halves of surrogate pairs, which none does."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def kind_of(value: object) -> str:
+    return "no Unicode" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def plan_edit(row: EditRow, context: PlanContext, draws: Draws) -> Sample:
@@ -286,8 +301,8 @@ def _plan_edit_steps(row: EditRow, context: PlanContext, draws: Draws) -> Sample
             raise TypeError("instruction_list is null")
         phrasings = instructions[step - 1]
         phrasing = phrasings[draws.choice(len(phrasings))]
-        if not isinstance(phrasing, str):
-            raise TypeError(f"an instruction is a {type(phrasing).__name__}")
+        if not is_text(phrasing):
+            raise TypeError(f"an instruction is {kind_of(phrasing)}")
         return phrasing
 
     condition_on(start)
@@ -326,9 +341,9 @@ def plan_conversation(row: ConversationRow, context: PlanContext, draws: Draws) 
     except (ValueError, RecursionError) as error:
         raise RowDropped(DropReason.JSONL_PARSE, f"no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise RowDropped(
-            DropReason.CONVERSATIONS_MISSING, f"the line is a {type(data).__name__}, not an object"
-        )
+        # The peer looks for images in whatever the line is, which numbers do not survive.
+        reason = DropReason.CONVERSATIONS_MISSING if isinstance(data, (list, str)) else DropReason.JSONL_PARSE
+        raise RowDropped(reason, f"the line is a {type(data).__name__}, not an object")
     try:
         sources, frame_tags = _conversation_images(data, row, context, draws)
         sizes = [context.images.open(source) for source in sources]
@@ -375,7 +390,9 @@ def _conversation_images(
 
 def _first_turn_has_video(data: dict[str, Any]) -> bool:
     turns = data.get("conversations")
-    first = turns[0] if isinstance(turns, list) and turns else None
+    if turns == []:
+        return True  # the row is dropped all the same: nothing in it carries loss
+    first = turns[0] if isinstance(turns, list) else None
     return isinstance(first, dict) and VIDEO_TAG in str(first.get("value"))
 
 
@@ -401,9 +418,16 @@ def _parse_turns(data: dict[str, Any]) -> list[tuple[str, str]]:
         raise RowDropped(DropReason.CONVERSATIONS_MISSING, "`conversations` is missing or no list")
     parsed = []
     for turn in turns:
-        if not isinstance(turn, dict) or "from" not in turn or not isinstance(turn.get("value"), str):
-            raise RowDropped(DropReason.CONVERSATIONS_MISSING, "a turn lacks `from` or a text `value`")
-        parsed.append((turn["from"], turn["value"]))
+        if not isinstance(turn, dict) or "from" not in turn:
+            raise RowDropped(DropReason.CONVERSATIONS_MISSING, "a turn lacks `from`")
+        if turn["from"] not in ("human", "gpt"):
+            parsed.append(("", ""))  # not listened to, whatever is said
+            continue
+        text = turn.get("value")
+        if not is_text(text):
+            message = f"the value of a turn of {turn['from']} is {kind_of(text)}, not a text"
+            raise RowDropped(DropReason.CONVERSATIONS_MISSING, message)
+        parsed.append((turn["from"], text))
     return parsed
 
 

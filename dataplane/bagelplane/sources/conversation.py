@@ -17,12 +17,15 @@ from bagelplane.engine.samples import (
     UnreadableImage,
     plan_conversation,
 )
+from bagelplane.errors import DataError
 from bagelplane.images import ImageError
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.stored_image import StoredImage
 from bagelplane.sources.video_frames import video_frames
-from bagelplane.storage import ObjectMissingError, Storage, join_uri
+from bagelplane.storage import ObjectMissingError, Storage, UnusableNameError, join_uri
 
+# A row's name leads to no file: such a row is dropped. Whatever else a store says ends the stream.
+_NO_FILE = (ObjectMissingError, UnusableNameError)
 _FRAME_NUMBER = re.compile(r"_(\d+)\.jpg$")
 
 
@@ -55,6 +58,10 @@ class ConversationReader:
     def data_indexes(self, unit: int, block: int, row: int) -> int:
         return unit
 
+    def describe(self, unit: tuple[str, str], block: int, row: int) -> str:
+        # Lines are shuffled and have no number any more; their beginning can be searched for.
+        return f"the line {unit[0][:80]!a}"
+
 
 class ConversationBlock:
     def __init__(self, line: str, folder: ImageFolder) -> None:
@@ -77,21 +84,33 @@ class ImageFolder:
         self._storage, self._uri = storage, uri
 
     def open_image(self, name: str) -> StoredImage:
-        return self._stored(join_uri(self._uri, name))
+        return self._stored(self._join(name))
 
     def list_frames(self, name: str) -> Sequence[EncodedImage]:
-        """The frames of a folder (its name ends in a slash), by number; or of a video file."""
-        uri = join_uri(self._uri, name)
-        if not name.endswith("/"):
+        """The frames of a folder (its name ends in a slash), by number; or of a video file.
+
+        The empty name is the image folder itself, as joining it to that gives one that ends in a slash.
+        """
+        uri = self._join(name) if name else f"{self._uri.rstrip('/')}/"
+        if not uri.endswith("/"):
             try:
                 return video_frames(uri, self._read(uri))
             except ImageError as error:
                 raise UnreadableImage(f"{uri}: {error}") from None
         try:
-            files = [info.uri for info in self._storage.list_files(uri)]
-        except ObjectMissingError as error:
+            children = self._storage.list_all(uri)
+        except _NO_FILE as error:
             raise UnreadableImage(str(error)) from None
+        if children.folders:
+            raise UnreadableImage(f"{uri}: a folder lies among the frames, {children.folders[0]}")
+        files = sorted(info.uri for info in children.files)
         return [self._stored(file) for file in sorted(files, key=_frame_number)]
+
+    def _join(self, name: str) -> str:
+        try:
+            return join_uri(self._uri, name)
+        except DataError as error:
+            raise UnreadableImage(str(error)) from None
 
     def _stored(self, uri: str) -> StoredImage:
         return StoredImage(uri, lambda: self._read(uri))
@@ -99,7 +118,7 @@ class ImageFolder:
     def _read(self, uri: str) -> bytes:
         try:
             return self._storage.read_bytes(uri)
-        except ObjectMissingError as error:
+        except _NO_FILE as error:
             raise UnreadableImage(str(error)) from None
 
 

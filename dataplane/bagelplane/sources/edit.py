@@ -7,8 +7,9 @@ import logging
 import random
 from typing import Any
 
+from bagelplane.engine.drops import DropReason
 from bagelplane.engine.rng import Draws
-from bagelplane.engine.samples import EditRow, PlanContext, Sample, plan_edit
+from bagelplane.engine.samples import EditRow, PlanContext, RowDropped, Sample, plan_edit
 from bagelplane.engine.sharding import repeat_to_count
 from bagelplane.errors import SpecError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
@@ -85,6 +86,9 @@ class EditReader:
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, row]
 
+    def describe(self, unit: tuple[str, int], block: int, row: int) -> str:
+        return f"{unit[0]}#{unit[1]}/{row}"
+
 
 class EditBlock:
     def __init__(self, table: Any, name: str) -> None:
@@ -95,10 +99,13 @@ class EditBlock:
         return int(self._length)
 
     def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
-        values = self._images[row]
+        try:
+            values, instructions = self._images[row], self._instructions[row]
+        except ValueError as error:
+            raise RowDropped(DropReason.PARQUET_ROW_PARSE, f"{self._name}/{row}: {error}") from None
         images = None
         if isinstance(values, list):
             images = [
                 image_of_value(f"{self._name}/{row}/{place}", value) for place, value in enumerate(values)
             ]
-        return plan_edit(EditRow(images, self._instructions[row]), context, draws)
+        return plan_edit(EditRow(images, instructions), context, draws)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from bagelplane.engine.rng import Draws, LiveDraws, ReplayedDraws, StreamRandom
-from bagelplane.engine.samples import PlanContext, Sample
+from bagelplane.engine.samples import PlanContext, RowDropped, Sample
 from bagelplane.errors import DataError
 
 _CACHED_BLOCKS = 2  # the one being walked, and one for replaying buffered rows
@@ -32,6 +32,10 @@ class UnitReader(Protocol):
 
     def data_indexes(self, unit: int, block: int, row: int) -> Any:
         """What the yielded `data_indexes` of a row are; `unit` counts in the worker's own list."""
+        ...
+
+    def describe(self, unit: Any, block: int, row: int) -> str:
+        """Where a row is, so that somebody who reads of it finds it."""
         ...
 
 
@@ -76,7 +80,13 @@ class StoredGroup:
     def _plan(self, unit: int, block: int, row: int, draws: Draws) -> Sample:
         rows = self._block(unit, block)
         assert rows is not None
-        sample = rows.plan(row, self._context, draws)
+        try:
+            sample = rows.plan(row, self._context, draws)
+        except RowDropped as dropped:
+            where = self._reader.describe(self._units[unit], block, row)
+            if where in dropped.message:
+                raise
+            raise RowDropped(dropped.reason, f"{where}: {dropped.message}") from None
         sample.group, sample.worker_id = self._type_name, self._worker_id
         sample.data_indexes = self._reader.data_indexes(unit, block, row)
         sample.reference = {"row": [unit, block, row], "draws": draws.outcomes}

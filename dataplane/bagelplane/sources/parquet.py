@@ -104,4 +104,8 @@ class Column:
         self._values = table.column(name)
 
     def __getitem__(self, row: int) -> Any:
-        return self._values[row].as_py()
+        """The value as Python has it. Raises ValueError where Python has none."""
+        try:
+            return self._values[row].as_py()
+        except (ArithmeticError, ImportError, pa.ArrowException) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error

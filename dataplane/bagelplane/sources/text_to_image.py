@@ -5,8 +5,16 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from bagelplane.engine.drops import DropReason
 from bagelplane.engine.rng import Draws
-from bagelplane.engine.samples import PlanContext, Sample, TextToImageRow, UnreadableImage, plan_text_to_image
+from bagelplane.engine.samples import (
+    PlanContext,
+    RowDropped,
+    Sample,
+    TextToImageRow,
+    UnreadableImage,
+    plan_text_to_image,
+)
 from bagelplane.engine.sharding import repeat_to_count
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.parquet import Column, ParquetReader, list_parquet
@@ -36,6 +44,9 @@ class TextToImageReader:
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, block, row]
 
+    def describe(self, unit: str, block: int, row: int) -> str:
+        return f"{unit}#{block}/{row}"
+
 
 class TextToImageBlock:
     def __init__(self, table: Any, name: str) -> None:
@@ -46,8 +57,16 @@ class TextToImageBlock:
         return int(self._length)
 
     def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
-        image = image_of_value(f"{self._name}/{row}", self._images[row])
-        return plan_text_to_image(TextToImageRow(image, self._captions[row]), context, draws)
+        key = f"{self._name}/{row}"
+        try:
+            value = self._images[row]
+        except ValueError as error:
+            raise RowDropped(DropReason.T2I_IMAGE_PARSE, f"{key}: {error}") from None
+        try:
+            captions = self._captions[row]
+        except ValueError as error:  # a text that is no UTF-8, for one
+            raise RowDropped(DropReason.T2I_CAPTION_PARSE, f"{key}: {error}") from None
+        return plan_text_to_image(TextToImageRow(image_of_value(key, value), captions), context, draws)
 
 
 def image_of_value(key: str, value: Any) -> StoredImage:

@@ -14,9 +14,17 @@ nothing waits for a thread that the fork left behind. A `Storage` can be pickled
 """
 
 from bagelplane.storage.backends import FileInfo
-from bagelplane.storage.faults import ObjectMissingError
+from bagelplane.storage.faults import ObjectMissingError, UnusableNameError
 from bagelplane.storage.settings import StorageSettings
 from bagelplane.storage.store import Storage, open_storage
 from bagelplane.storage.uris import join_uri
 
-__all__ = ["FileInfo", "ObjectMissingError", "Storage", "StorageSettings", "join_uri", "open_storage"]
+__all__ = [
+    "FileInfo",
+    "ObjectMissingError",
+    "Storage",
+    "StorageSettings",
+    "UnusableNameError",
+    "join_uri",
+    "open_storage",
+]

@@ -23,6 +23,12 @@ class ObjectMissingError(StorageError):
     reaction = "Correct the key or prefix that the message names, or write the object first."
 
 
+class UnusableNameError(StorageError):
+    """The address can be the name of nothing: it is too long, goes in a circle, holds signs that no path has."""
+
+    reaction = "Correct the address that the message names."
+
+
 class Retry(Enum):
     """How a fault is met."""
 
@@ -266,8 +272,13 @@ def _classify_local(error: OSError | ValueError, attempted: Attempted) -> Fault:
             ObjectExistsError(f"{attempted.text}: it is there already", got=got, fix="use another name")
         )
     reason, fix = _LOCAL.get(number or 0, ("the path cannot be used", "correct the path"))
-    # A store has no folders: there, a folder's name is the name of nothing.
-    kind = ObjectMissingError if number in {errno.ENOENT, errno.EISDIR, errno.ENOTDIR} else StorageError
+    kind: type[StorageError] = StorageError
+    if number in {errno.ENOENT, errno.EISDIR, errno.ENOTDIR}:
+        # A store has no folders: there, a folder's name is the name of nothing.
+        kind = ObjectMissingError
+    elif number in {errno.ENAMETOOLONG, errno.ELOOP} or isinstance(error, ValueError):
+        # The system refuses zero bytes, and what cannot be encoded, with a ValueError.
+        kind = UnusableNameError
     return Fault(kind(f"{attempted.text}: {reason}", got=got, fix=fix))
 
 

@@ -67,6 +67,15 @@ class Storage:
             raise ObjectMissingError(f"nothing below {self._where(uri)}", fix="correct the prefix")
         return sorted(children.folders)
 
+    def list_all(self, uri: str) -> Children:
+        """Files and folders directly in `uri`, in no order, by one listing. A local folder may be empty; in a
+        store there is no such thing: ObjectMissingError, as for a missing one.
+        """
+        children = self._children(uri, missing_ok=False)
+        if not children.files and not children.folders and not parse_uri(uri).is_local:
+            raise ObjectMissingError(f"nothing below {self._where(uri)}", fix="correct the prefix")
+        return children
+
     def info(self, uri: str) -> FileInfo:
         """Size and version of one object."""
         location = parse_uri(uri)

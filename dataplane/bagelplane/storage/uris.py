@@ -42,7 +42,8 @@ class Location:
 def parse_uri(uri: str) -> Location:
     """Takes `s3://bucket/key`, `file:///path` or a path apart. Raises StorageError for anything else."""
     scheme, separator, rest = uri.partition("://")
-    if not uri or not separator:
+    # A path may hold these three signs too, behind its first slash.
+    if not uri or not separator or "/" in scheme:
         if not uri:
             raise StorageError("the address of a file is empty", fix="write s3://bucket/key, or a path")
         return Location(uri, "file", "", uri)
