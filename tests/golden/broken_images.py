@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -89,7 +88,6 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE))
     from record import record
 
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,6 @@ def replace_first_group(dataset: Any, base: type, rank: int) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE))
     from hashing import describe
     from nemo_automodel.components.datasets.multimodal import packing
     from nemo_automodel.components.datasets.multimodal.distributed_iterable import DistributedIterableDataset

@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -114,10 +113,10 @@ INSTRUCTIONS: dict[str, Any] = {
 
 
 def make_pictures(folder: Path) -> None:
-    import sys
-
-    sys.path.insert(0, str(HERE))
-    from broken_images import broken_webp
+    try:
+        from tests.golden.broken_images import broken_webp
+    except ModuleNotFoundError:  # as a script
+        from broken_images import broken_webp
 
     folder.mkdir()
     for name in ("frames", "with-folder/inner", "with-text", "with-hidden", "empty"):
@@ -232,7 +231,6 @@ def _raise_too_long(*_: object) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, str(HERE))
     from hashing import describe
     from nemo_automodel.components.datasets.multimodal import packing
     from record import Tokenizer

@@ -16,7 +16,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from tests.golden.resource import load_recording, packed_dataset
+from tests.golden.recordings import load_recording, packed_dataset
 
 
 def check_packs(name: str, rank: int, scratch: Path) -> None:

@@ -16,7 +16,7 @@ from bagelplane.stream import RankStream, open_rank_stream
 from bagelplane.topology import Topology
 from tests.golden import broken_images
 from tests.golden.hashing import describe
-from tests.golden.resource import Recording, load_recording, next_batch, packed_dataset, resource_of
+from tests.golden.recordings import Recording, load_recording, next_batch, packed_dataset, resource_of
 
 PACKS = 12
 THREADS = pytest.mark.parametrize("decode_threads", [0, 2])

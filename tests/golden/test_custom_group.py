@@ -20,7 +20,7 @@ from bagelplane.packing import PackedDataset
 from bagelplane.sources import registry
 from tests.golden.custom_group import FIXTURE, custom_class, recorded_config, replace_first_group
 from tests.golden.hashing import describe
-from tests.golden.resource import HERE, Recording, packed_dataset
+from tests.golden.recordings import HERE, Recording, packed_dataset
 
 PEER = Recording("custom_group", recorded_config(), HERE / "odd", json.loads(FIXTURE.read_text())["ranks"])
 RANKS = pytest.mark.parametrize("rank", [0, 1])

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.golden.resource import PLACES, load_recording, packed_dataset
+from tests.golden.recordings import PLACES, load_recording, packed_dataset
 
 ROOT = Path(__file__).parents[2]
 WITH_WORKERS = [place for place in PLACES if load_recording(place[0]).num_workers]

@@ -17,7 +17,7 @@ import torch
 
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
-from tests.golden.resource import batches, load_recording, packed_dataset, resource_of
+from tests.golden.recordings import batches, load_recording, packed_dataset, resource_of
 
 # Rows that drop, frames, timesteps and captions: every kind of draw is made in these.
 NAMES = ("odd_default", "odd_tight", "frames", "c_dropout")

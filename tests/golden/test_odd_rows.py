@@ -12,7 +12,7 @@ from bagelplane import packing
 from bagelplane.engine.drops import DropReason
 from tests.golden.hashing import describe, differences
 from tests.golden.odd_rows import FIXTURE, PACKS, cases, dataset_of
-from tests.golden.resource import HERE, tokenizer_of
+from tests.golden.recordings import HERE, tokenizer_of
 
 PEER: dict[str, Any] = json.loads(FIXTURE.read_text())
 CASES = cases()

@@ -12,7 +12,7 @@ import pytest
 from bagelplane.errors import SnapshotError
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
-from tests.golden.resource import DECLARABLE_PLACES, load_recording, next_batch, resource_of
+from tests.golden.recordings import DECLARABLE_PLACES, load_recording, next_batch, resource_of
 
 THREADS = (0, 1, 3)
 

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bagelplane.stream import RankStream, open_rank_stream
 from bagelplane.topology import Topology
-from tests.golden.resource import (
+from tests.golden.recordings import (
     DECLARABLE_PLACES,
     PLACES,
     Recording,

@@ -13,7 +13,7 @@ import pytest
 
 from bagelplane.client import PackedLoader
 from bagelplane.storage import join_uri, open_storage
-from tests.golden.resource import DECLARABLE, Recording, load_recording, resource_of
+from tests.golden.recordings import DECLARABLE, Recording, load_recording, resource_of
 from tests.integration.sidecar_harness import DEADLINE_SECONDS, Process, wait_for
 from tests.services.s3 import S3Server, serve_versitygw
 

@@ -21,7 +21,7 @@ from bagelplane.spec import BagelDataset
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
 from tests.golden.broken_images import broken_webp
-from tests.golden.resource import HERE, next_batch
+from tests.golden.recordings import HERE, next_batch
 
 DEADLINE_SECONDS = 20.0
 PACKS = 3

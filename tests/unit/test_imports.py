@@ -28,7 +28,7 @@ MAKE_PACKS = """
 import contextlib
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
-from tests.golden.resource import load_recording, next_batch, resource_of
+from tests.golden.recordings import load_recording, next_batch, resource_of
 for name in ("odd_default", "b_masks_interp"):
     recording = load_recording(name)
     topology = Topology(0, len(recording.ranks), 0)

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from bagelplane.packing import DataConfig, PackedDataset
 from tests.golden.hashing import describe
-from tests.golden.resource import (
+from tests.golden.recordings import (
     Recording,
     dataset_info,
     load_recording,

@@ -14,7 +14,7 @@ import torch
 
 from bagelplane.packing import PackedDataset
 from tests.golden.hashing import describe, differences
-from tests.golden.resource import Recording, load_recording, packed_dataset
+from tests.golden.recordings import Recording, load_recording, packed_dataset
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures/peer/pack_sequence.json").read_text())
 CASES: dict[str, Any] = FIXTURE["cases"]

@@ -12,7 +12,7 @@ import pytest
 from bagelplane.errors import SnapshotError
 from bagelplane.packing import PackedDataset
 from tests.golden.hashing import describe
-from tests.golden.resource import Recording, load_recording, packed_dataset
+from tests.golden.recordings import Recording, load_recording, packed_dataset
 
 RECORDING = load_recording("a_default")
 
