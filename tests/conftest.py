@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Two shared cores make a deadline of milliseconds a coin toss; a hang still meets pytest's time limit.
 settings.register_profile("bagelplane", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bagelplane")
+
+
+@pytest.fixture(autouse=True)
+def same_logging_as_before() -> Iterator[None]:
+    """What a command sets up for its process is not to silence the tests after it."""
+    loggers = [logging.root, logging.getLogger("bagelplane")]
+    levels, handlers = [logger.level for logger in loggers], list(logging.root.handlers)
+    disabled = logging.root.manager.disable
+    yield
+    logging.disable(disabled)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
+        if not isinstance(handler, logging.NullHandler) and type(handler).__module__ == "logging":
+            logging.root.removeHandler(handler)

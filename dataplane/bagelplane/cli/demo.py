@@ -97,9 +97,10 @@ def demo(
 
     Example: bagelplane demo --dir demo-out
     """
-    # A chatty library is no part of the story; what goes wrong is an error.
-    logging.disable(logging.WARNING)
     with _ended_by_signals(), ExitStack() as cleanup:
+        # A chatty library is no part of the story; what goes wrong is an error.
+        cleanup.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
         Demo(directory.absolute(), packs, cleanup).run()
 
 
