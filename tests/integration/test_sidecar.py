@@ -457,6 +457,22 @@ def test_sigterm_ends_within_the_grace_period_when_the_store_is_away(start: Star
     assert "snapshot of step 3" in sidecar.log.read_text()
 
 
+def test_the_last_acknowledgement_counts_though_the_trainer_leaves_at_once(start: Start) -> None:
+    """A socket that is closed with doorbells unread is reset; what was acknowledged before stays so."""
+    dataset = make_dataset(snapshots=None)
+    sidecar = start(dataset)
+    taken = []
+    for number in range(60):
+        reader = sidecar.reader()
+        taken += take(reader, 1)
+        if number % 2:
+            reader.close()
+        else:
+            reader._connection._drop("as a process that exits")
+    assert taken == undisturbed(dataset, 0, 1, len(taken))
+    assert "the connection broke" not in sidecar.log.read_text()
+
+
 @pytest.mark.slow
 def test_resume_none_and_a_step_at_the_command_line(start: Start, tmp_path: Path) -> None:
     dataset = make_dataset(snapshots=tmp_path / "snapshots", every=10)

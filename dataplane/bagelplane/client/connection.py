@@ -141,10 +141,10 @@ class Connection:
         return self._until_deadline(f"the answer to {message.TYPE!r}", resume, ask)
 
     def close(self) -> None:
-        """Detaches, without waiting for anybody."""
+        """Detaches. Returns when the sidecar has read every acknowledgement, after a second at the latest."""
         if self._socket is not None:
             try:
-                self._socket.send(Detach(), timeout_seconds=_GOODBYE_SECONDS)
+                self._socket.leave(Detach(), timeout_seconds=_GOODBYE_SECONDS)
             except OSError:
                 logger.debug("the sidecar was gone before we detached")
         self._drop("detached")

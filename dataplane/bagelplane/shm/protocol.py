@@ -16,12 +16,14 @@ that sent it is to be closed. Nothing else suffers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
 import socket
 import struct
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -382,6 +384,19 @@ class MessageSocket:
         self._sock.settimeout(max(timeout_seconds, 0.001))
         self._sock.sendall(encode(message))
 
+    def leave(self, message: Message, *, timeout_seconds: float) -> None:
+        """Sends a last message and waits until the other side has closed: it has then read all that was sent.
+
+        Closing at once would be a reset where something is unread here, and what was sent last could be lost.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        self.send(message, timeout_seconds=timeout_seconds)
+        self._sock.shutdown(socket.SHUT_WR)
+        while (left_seconds := deadline - time.monotonic()) > 0:
+            self._sock.settimeout(left_seconds)
+            if not self._sock.recv(65536):
+                return
+
     def receive(self, *, timeout_seconds: float) -> Message | None:
         """The next message, or None if none was complete in time. ConnectionError at the stream's end."""
         deadline = time.monotonic() + timeout_seconds
@@ -426,6 +441,44 @@ def checked_length(prefix: bytes | bytearray) -> int:
 
 
 # ---- asyncio, for the sidecar
+
+
+class _WholeStream(asyncio.StreamReaderProtocol):
+    """A connection whose reader gets all that arrived before it broke, and then an end like any other.
+
+    asyncio drops what is unread when a write fails or a reset comes: the last acknowledgements of a trainer that
+    exits with doorbells unread.
+    """
+
+    def __init__(
+        self, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    ) -> None:
+        self._whole_reader = asyncio.StreamReader()
+        super().__init__(self._whole_reader, serve)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._connection = transport.get_extra_info("socket")
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, ConnectionError):
+            self._read_rest()
+            exc = None
+        super().connection_lost(exc)
+
+    def _read_rest(self) -> None:
+        # Called before the transport closes the socket; its own descriptor is not for reading past it.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as rest:
+            rest.setblocking(False)
+            while chunk := rest.recv(65536):
+                self._whole_reader.feed_data(chunk)
+
+
+async def serve_unix(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], sock: socket.socket
+) -> asyncio.Server:
+    """Calls `serve` for each connection to the bound Unix socket; a connection that breaks ends like any other."""
+    return await asyncio.get_running_loop().create_unix_server(lambda: _WholeStream(serve), sock=sock)
 
 
 async def read_message(

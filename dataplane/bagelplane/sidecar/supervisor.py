@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bagelplane.errors import SnapshotError, SpecError, StorageError, TransientStorageError
-from bagelplane.shm.protocol import Attach, Resume
+from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup, load_factory
 from bagelplane.sidecar.rank import Progress, RankServer, RankStoppedError, StartingPoint
 from bagelplane.sidecar.rundir import RunDirectory
@@ -105,7 +105,7 @@ class Supervisor:
         start = preparing.result()
         self._store, self._known_bad = start.store, start.known_bad
         self.snapshots = SnapshotWriter(self._store, self.dataset.spec.snapshots.keep_last)
-        server = await asyncio.start_unix_server(self._serve, sock=self._directory.bind())
+        server = await serve_unix(self._serve, self._directory.bind())
         status = StatusServer(self, self.settings.status_host, self.settings.status_port)
         try:
             await status.start()
