@@ -71,6 +71,7 @@ __all__ = [
     "SpecialTokens",
     "Storage",
     "Tokenizer",
+    "config_hash",
     "load_dataset",
     "refuse_unsupported",
     "spec_hash",
@@ -254,7 +255,19 @@ def spec_hash(dataset: BagelDataset) -> str:
         exclude={"budgets": {"flex_block_size"}},
         exclude_defaults=True,
     )
-    text = json.dumps(determining, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return _digest(determining)
+
+
+def config_hash(dataset: BagelDataset) -> str:
+    """SHA-256 (64 hex digits) of the whole spec, defaults spelt out: what a sidecar was configured with.
+
+    Unlike `spec_hash` it tells apart where things are stored and how the sidecar runs.
+    """
+    return _digest(dataset.spec.model_dump(mode="json", exclude_none=True))
+
+
+def _digest(data: object) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 

@@ -21,6 +21,7 @@ from bagelplane.sidecar.control import encode_frame, receive_frame, send_frame
 from bagelplane.sidecar.rank import KEPT_STATES, Progress, StartingPoint
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
+from bagelplane.spec_memory import largest_pack_bytes, ring_bytes
 from bagelplane.storage import StorageSettings, open_storage
 from tests.integration.sidecar_harness import make_dataset
 
@@ -31,9 +32,9 @@ def test_a_ring_holds_the_packs_asked_for_at_their_largest() -> None:
     data = make_dataset(snapshots=None).to_mapping()
     data["spec"]["dataplane"]["ring"] = {"packs": 3}
     dataset = type(make_dataset(snapshots=None)).from_mapping(data)
-    largest = sizing.largest_pack_bytes(dataset)
+    largest = largest_pack_bytes(dataset)
     assert largest > 36_864 * 16 * 16 * 3, "every token an image's"
-    assert sizing.ring_bytes(dataset) == 3 * largest
+    assert ring_bytes(dataset) == 3 * largest
 
 
 def test_threads_are_what_the_resource_says_else_the_cpus_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

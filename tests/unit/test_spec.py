@@ -20,6 +20,7 @@ from bagelplane.spec import (
     Budgets,
     DatasetSpec,
     InvalidDatasetError,
+    config_hash,
     load_dataset,
     refuse_unsupported,
     spec_hash,
@@ -433,6 +434,30 @@ def test_hash_follows_what_moves_the_stream(path: str, value: object) -> None:
     assert spec_hash(BagelDataset.from_mapping(changed(path, value))) != spec_hash(
         BagelDataset.from_yaml(VALID)
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.storage", {"endpointURL": "http://127.0.0.1:1", "region": "eu"}),
+        ("spec.snapshots", {"uri": "elsewhere", "everySteps": 3}),
+        ("spec.dataplane", {"decodeThreads": 8, "ring": {"packs": 2}}),
+        ("spec.drops", {"maxConsecutive": 7}),
+        ("spec.groups.1.weight", 2),
+    ],
+)
+def test_config_hash_follows_every_field_of_the_spec(path: str, value: object) -> None:
+    assert config_hash(BagelDataset.from_mapping(changed(path, value))) != config_hash(
+        BagelDataset.from_yaml(VALID)
+    )
+
+
+def test_config_hash_takes_a_default_that_is_written_out_for_what_it_is() -> None:
+    dataset = BagelDataset.from_yaml(VALID)
+    assert len(config_hash(dataset)) == 64
+    assert config_hash(BagelDataset.from_mapping(dataset.to_mapping())) == config_hash(dataset)
+    renamed = BagelDataset.from_mapping(changed("metadata.labels", {"team": "x"}))
+    assert config_hash(renamed) == config_hash(dataset), "metadata is no configuration"
 
 
 def test_hash_and_defaults_stay_as_released() -> None:

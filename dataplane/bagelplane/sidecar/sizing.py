@@ -1,4 +1,4 @@
-"""How much memory and how many threads a rank gets, from the resource and from what the container may use."""
+"""How many threads a rank gets, from the resource and from what the container may use."""
 
 from __future__ import annotations
 
@@ -7,35 +7,7 @@ from pathlib import Path
 
 from bagelplane.spec import BagelDataset
 
-ARRAY_BYTES_A_TOKEN = 96
-"""All index arrays of a token together: at most eleven of 8 or 4 bytes."""
-META_BYTES = 1024 * 1024
-"""State (64 KB at most), lengths, lineage and alignment of a record."""
-_CHANNELS = 3
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def largest_pack_bytes(dataset: BagelDataset) -> int:
-    """Upper bound of a record: tokens that a pack can hold, each an image's.
-
-    A token of an image stands for stride**2 pixels. Mandatory samples may lie past maxTokens, one for each
-    mandatory group.
-    """
-    spec = dataset.spec
-    mandatory = sum(group.mandatory for group in spec.groups)
-    tokens = spec.budgets.max_tokens + mandatory * spec.budgets.max_tokens_per_sample
-    strides = [1]
-    for group in spec.groups:
-        transforms = (group.image_transform, group.vit_image_transform)
-        strides += [transform.stride for transform in transforms if transform is not None]
-    pixels = tokens * max(strides) ** 2 * _CHANNELS
-    return pixels + tokens * ARRAY_BYTES_A_TOKEN + META_BYTES
-
-
-def ring_bytes(dataset: BagelDataset) -> int:
-    """Capacity of one rank's ring: `dataplane.ring.size`, else `ring.packs` packs of the largest size."""
-    ring = dataset.spec.dataplane.ring
-    return ring.size or ring.packs * largest_pack_bytes(dataset)
 
 
 def available_cpus() -> float:

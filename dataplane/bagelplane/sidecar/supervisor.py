@@ -20,12 +20,13 @@ from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup, l
 from bagelplane.sidecar.rank import Progress, RankServer, RankStoppedError, StartingPoint
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.session import BusyError, Session
-from bagelplane.sidecar.sizing import decode_threads, ring_bytes
+from bagelplane.sidecar.sizing import decode_threads
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
 from bagelplane.sidecar.status import StatusServer
 from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset, spec_hash
+from bagelplane.spec_memory import ring_bytes
 
 TAKE_OVER_SECONDS = 5.0
 """How long a rank's new client waits for the end of the one before it."""

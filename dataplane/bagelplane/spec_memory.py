@@ -1,0 +1,37 @@
+"""How much shared memory a resource asks for: the sizes of packs and rings, from the resource alone.
+
+The sidecar makes its rings by them, the operator the volume that they lie on.
+"""
+
+from __future__ import annotations
+
+from bagelplane.spec import BagelDataset
+
+ARRAY_BYTES_A_TOKEN = 96
+"""All index arrays of a token together: at most eleven of 8 or 4 bytes."""
+META_BYTES = 1024 * 1024
+"""State (64 KB at most), lengths, lineage and alignment of a record."""
+_CHANNELS = 3
+
+
+def largest_pack_bytes(dataset: BagelDataset) -> int:
+    """Upper bound of a record: tokens that a pack can hold, each an image's.
+
+    A token of an image stands for stride**2 pixels. Mandatory samples may lie past maxTokens, one for each
+    mandatory group.
+    """
+    spec = dataset.spec
+    mandatory = sum(group.mandatory for group in spec.groups)
+    tokens = spec.budgets.max_tokens + mandatory * spec.budgets.max_tokens_per_sample
+    strides = [1]
+    for group in spec.groups:
+        transforms = (group.image_transform, group.vit_image_transform)
+        strides += [transform.stride for transform in transforms if transform is not None]
+    pixels = tokens * max(strides) ** 2 * _CHANNELS
+    return pixels + tokens * ARRAY_BYTES_A_TOKEN + META_BYTES
+
+
+def ring_bytes(dataset: BagelDataset) -> int:
+    """Capacity of one rank's ring: `dataplane.ring.size`, else `ring.packs` packs of the largest size."""
+    ring = dataset.spec.dataplane.ring
+    return ring.size or ring.packs * largest_pack_bytes(dataset)
