@@ -223,7 +223,13 @@ def _constructor_differs(config: dict[str, Any]) -> None:
     config |= {"data": "odd", "world_size": 2, "num_workers": 2, "constructor_num_workers": 4, "packs": 8}
 
 
+def _four_ranks(config: dict[str, Any]) -> None:
+    """Four ranks of one worker each: what two pods of two processes train on."""
+    config |= {"world_size": 4, "num_workers": 1, "packs": 24}
+
+
 EXTRA = {
+    "four_ranks": _four_ranks,
     "constructor_alone": _constructor_alone,
     "constructor_differs": _constructor_differs,
     "odd_workers": _odd_workers,
