@@ -129,6 +129,18 @@ def test_a_second_loop_continues_after_the_first(tmp_path: Path, stack: ExitStac
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
+def test_step_is_the_number_of_the_pack_that_comes_next(stack: ExitStack, tmp_path: Path) -> None:
+    serve(stack, tmp_path)
+    loader = connect(stack, tmp_path)
+    steps = [loader.step]
+    for _ in range(2):
+        next(loader)
+        steps.append(loader.step)
+    loader.resume(step=7)
+    assert [*steps, loader.step] == [0, 1, 2, 7]
+    assert loader.step == loader.state_dict()["step"]
+
+
 # ---- place in the stream
 
 

@@ -83,6 +83,11 @@ class PackedLoader:
     def __next__(self) -> dict[str, Any]:
         return self._reader.take(self._convert)
 
+    @property
+    def step(self) -> int:
+        """See `NumpyReader.step`."""
+        return self._reader.step
+
     def state_dict(self) -> dict[str, Any]:
         """See `NumpyReader.state_dict`."""
         return self._reader.state_dict()

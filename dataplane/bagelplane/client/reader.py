@@ -160,6 +160,14 @@ class NumpyReader:
 
     # -- place in the stream
 
+    @property
+    def step(self) -> int:
+        """Number of the pack that comes next. Before the first pack this attaches, to learn it."""
+        if self._resume.step is None:
+            self._resume = Resume("step", self._connection.attach(self._resume))
+        assert self._resume.step is not None
+        return self._resume.step
+
     def state_dict(self) -> dict[str, Any]:
         """The place after the last pack handed over: a few KB of JSON types, always the same keys.
 
@@ -168,12 +176,10 @@ class NumpyReader:
         saved one. Save it per rank, under a key of its own. Before the first pack this attaches, to learn
         where the stream stands.
         """
-        resume = self._resume
-        if resume.step is None:
-            resume = self._resume = Resume("step", self._connection.attach(resume))
+        step, resume = self.step, self._resume
         return {
             "version": STATE_VERSION,
-            "step": resume.step,
+            "step": step,
             "rank": self.place.rank,
             "world_size": self.place.world_size,
             "spec_hash": self._connection.spec_hash,
