@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,17 @@ def undisturbed(dataset: BagelDataset, rank: int, world_size: int, steps: int) -
         pack = stream.next_pack(allocate)
         digests.append(digest(pack, images))
     return digests
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    """Files and sockets are opened as `nobody` meanwhile, where this process may choose (root); else as itself."""
+    if os.getuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(os.getuid())
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:

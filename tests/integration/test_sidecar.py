@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import struct
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -41,6 +42,7 @@ from tests.integration.sidecar_harness import (
     DEADLINE_SECONDS,
     Sidecar,
     Trainer,
+    as_another_user,
     digest,
     make_dataset,
     processes_of,
@@ -150,6 +152,31 @@ def test_socket_ring_and_directory_are_for_this_user_alone(start: Start) -> None
         modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in sidecar.directory.iterdir()}
     assert modes == {"sidecar.sock": 0o600, "sidecar.lock": 0o600, "ring-0.bin": 0o600}
     assert stat.S_IMODE(sidecar.directory.stat().st_mode) == 0o700
+
+
+def test_a_trainer_of_another_user_is_served_on_a_volume_of_the_pod() -> None:
+    dataset = make_dataset(snapshots=None)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        volume = folder / "run"
+        volume.mkdir()
+        volume.chmod(0o2777)
+        before = os.umask(0o077)
+        try:
+            sidecar = Sidecar(folder, dataset, any_user=True)
+        finally:
+            os.umask(before)
+        try:
+            sidecar.wait_serving()
+            with as_another_user(), sidecar.reader() as reader:
+                assert take(reader, 20) == undisturbed(dataset, 0, 1, 20)
+            modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in volume.iterdir()}
+            assert modes == {"sidecar.sock": 0o666, "sidecar.lock": 0o600, "ring-0.bin": 0o666}
+            assert sidecar.terminate() == 0, sidecar.tail()
+            assert list(volume.iterdir()) == []
+        finally:
+            sidecar.kill()
 
 
 @pytest.mark.slow

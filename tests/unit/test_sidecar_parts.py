@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.spec_memory import largest_pack_bytes, ring_bytes
 from bagelplane.storage import StorageSettings, open_storage
-from tests.integration.sidecar_harness import make_dataset
+from tests.integration.sidecar_harness import as_another_user, make_dataset
 
 # ---- sizes
 
@@ -155,6 +156,40 @@ def test_a_file_in_the_place_of_the_directory_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "run").touch()
     with pytest.raises(RingError, match="cannot be made"):
         RunDirectory(tmp_path / "run")
+
+
+def modes_in(folder: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.lstat().st_mode) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2777])
+def test_any_user_opens_socket_and_rings_and_leaves_the_volume_as_it_is(tmp_path: Path, mode: int) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(mode)
+    before = os.umask(0o077)
+    try:
+        with RunDirectory(volume, any_user=True) as directory:
+            directory.check_room(1, 4096)
+            with directory.bind():
+                modes = modes_in(volume)
+            assert stat.S_IMODE(volume.stat().st_mode) == mode
+    finally:
+        os.umask(before)
+    assert modes == {"sidecar.sock": 0o666, "sidecar.lock": 0o600, "ring-0.bin": 0o666}
+    assert list(volume.iterdir()) == []
+
+
+def test_a_directory_made_for_any_user_lets_others_look_and_not_write(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run", any_user=True) as directory:
+        assert stat.S_IMODE(directory.path.stat().st_mode) == 0o755
+
+
+def test_a_run_directory_that_may_not_be_looked_into_is_an_error_of_ours(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o000)
+    with as_another_user(), pytest.raises(RingError, match="cannot be made: Permission denied"):
+        RunDirectory(closed / "run")
 
 
 def test_a_full_volume_is_an_error_that_leaves_nothing(

@@ -57,6 +57,14 @@ def run(
     grace: Annotated[
         float, typer.Option(min=1.0, help="Seconds from SIGTERM to the end; the last snapshot takes most.")
     ] = 25.0,
+    any_user: Annotated[
+        bool,
+        typer.Option(
+            "--any-user",
+            help="Let trainers of any user attach: socket and rings get mode 0666, the directory stays as it is. "
+            "For a volume that only the containers of one pod reach.",
+        ),
+    ] = False,
     log_level: Annotated[
         LogLevel, typer.Option(help="Least level of the log, which goes to stderr.")
     ] = "info",
@@ -92,6 +100,7 @@ def run(
         status_port=status_port,
         grace_seconds=grace,
         generation=_number(os.environ, "BAGELPLANE_GENERATION") or 0,
+        any_user=any_user,
         stream_factory=stream_factory,
         log_level=level,
     )

@@ -73,6 +73,7 @@ class ProducerSetup:
     world_size: int
     ring_path: str
     ring_bytes: int
+    ring_mode: int
     decode_threads: int
     start_step: int
     """Packs behind `state`."""
@@ -103,7 +104,10 @@ class Producer:
     def run(self) -> int:
         """Produces until told to stop. The exit status: 0 after a stop, that of the error otherwise."""
         try:
-            self._ring = RingWriter.create(self._setup.ring_path, capacity_bytes=self._setup.ring_bytes)
+            setup = self._setup
+            self._ring = RingWriter.create(
+                setup.ring_path, capacity_bytes=setup.ring_bytes, mode=setup.ring_mode
+            )
             threading.Thread(target=self._listen, args=(self._ring,), name="control", daemon=True).start()
             self._produce(self._ring)
         except RingStoppedError:

@@ -1,8 +1,11 @@
 """The run directory: one live sidecar in it at a time, and nothing left in it afterwards.
 
 sidecar.lock       held (flock) by the supervisor that lives; a dead one's is free at once
-sidecar.sock       mode 0600
+sidecar.sock       what trainers connect to
 ring-<n>.bin       one a local rank; made by producers, reclaimed by the next, removed at an orderly end
+
+All is for this user alone, the directory 0700 and the files 0600. With `any_user` socket and rings are 0666 and
+the directory stays as it is: a volume that only the containers of one pod reach, whose users differ.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ def default_directory() -> Path:
 class RunDirectory:
     """An open run directory with its lock held. Use as a context: the end removes what was ours."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, any_user: bool = False) -> None:
         """RingError: it cannot be made, belongs to somebody else, or another sidecar lives in it."""
         self.path = path.absolute()
         self.socket_path = self.path / SOCKET_NAME
-        self._made = not self.path.exists()
+        self.file_mode = 0o666 if any_user else 0o600
+        """Mode of the socket and of the rings, whatever the umask."""
+        directory_mode = 0o755 if any_user else 0o700
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._made = not self.path.exists()
+            self.path.mkdir(mode=directory_mode, parents=True, exist_ok=True)
             status = self.path.stat()
         except OSError as error:
             raise RingError(
@@ -47,9 +53,9 @@ class RunDirectory:
             ) from None
         if not stat.S_ISDIR(status.st_mode) or not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
             raise RingError(f"the run directory {self.path} is not this user's to write", fix=_FIX_DIRECTORY)
-        if status.st_uid == os.getuid():
+        if status.st_uid == os.getuid() and (self._made or not any_user):
             with contextlib.suppress(OSError):
-                self.path.chmod(0o700)
+                self.path.chmod(directory_mode)
         try:
             self._lock_fd = self._take_lock()
         except RingError:
@@ -74,7 +80,8 @@ class RunDirectory:
         """
         for local_rank in range(local_ranks):
             try:
-                RingWriter.create(self.ring_path(local_rank), capacity_bytes=capacity_bytes).close()
+                path = self.ring_path(local_rank)
+                RingWriter.create(path, capacity_bytes=capacity_bytes, mode=self.file_mode).close()
             except RingError as error:
                 self.remove_rings()
                 if local_ranks == 1:
@@ -99,7 +106,9 @@ class RunDirectory:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(os.fspath(self.socket_path))
-            self.socket_path.chmod(0o600)  # the directory's 0700 covers the moment before
+            # Until here the umask decides: a trainer that came too early tries again, and others are kept out
+            # by the directory.
+            self.socket_path.chmod(self.file_mode)
         except OSError as error:
             sock.close()
             raise RingError(

@@ -52,6 +52,8 @@ class SidecarSettings:
     """From SIGTERM to the end; the last snapshot takes most of it."""
     generation: int = 0
     """Generation of the resource; 0 is unknown."""
+    any_user: bool = False
+    """Trainers of other users may attach: the directory is reached by this pod alone."""
     stream_factory: str = DEFAULT_STREAM_FACTORY
     log_level: int = logging.INFO
 
@@ -66,7 +68,7 @@ class _Start:
 
 def run_sidecar(dataset: BagelDataset, settings: SidecarSettings) -> int:
     """Serves until a signal ends it; 0. Raises BagelplaneError for what makes serving impossible."""
-    with RunDirectory(settings.directory) as directory:
+    with RunDirectory(settings.directory, any_user=settings.any_user) as directory:
         directory.check_room(settings.local_ranks, ring_bytes(dataset))
         return asyncio.run(Supervisor(dataset, settings, directory).run())
 
@@ -210,6 +212,7 @@ class Supervisor:
                 world_size=attach.world_size,
                 ring_path=str(self._directory.ring_path(attach.local_rank)),
                 ring_bytes=ring_bytes(self.dataset),
+                ring_mode=self._directory.file_mode,
                 decode_threads=decode_threads(self.dataset, local_ranks),
                 start_step=point.start_step,
                 target_step=point.target_step,
