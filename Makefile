@@ -63,8 +63,9 @@ COMPILE := tools/environment.sh uv pip compile --python $(PY) --quiet --universa
 
 pins: .venv/ready ## constraints/*.txt anew from pyproject.toml (UPGRADE=1: newest versions)
 	@$(COMPILE) pyproject.toml --extra dev --output-file constraints/dev.txt
-	@$(COMPILE) pyproject.toml --constraints constraints/dev.txt --output-file constraints/sidecar.txt
-	@$(COMPILE) constraints/client.in --constraints constraints/dev.txt --output-file constraints/client.txt
+	@$(COMPILE) pyproject.toml --extra video --constraints constraints/dev.txt --output-file constraints/sidecar.txt
+	@for name in operator client build; do $(COMPILE) constraints/$$name.in --constraints constraints/dev.txt \
+		--output-file constraints/$$name.txt; done
 	@$(COMPILE) constraints/peer.in --constraints constraints/dev.txt --output-file constraints/peer.txt
 	@echo 'nemo-automodel==0.7.0' | $(COMPILE) --no-deps - >> constraints/peer.txt
 	@$(COMPILE) constraints/uv.in --output-file constraints/uv.txt

@@ -87,7 +87,7 @@ def test_pins_are_exact_hashed_and_name_no_address(path: Path) -> None:
 
 def test_smaller_pin_files_agree_with_the_development_ones() -> None:
     everything = pinned_versions(ROOT / "constraints" / "dev.txt")
-    for name in ("client.txt", "sidecar.txt"):
+    for name in ("build.txt", "client.txt", "operator.txt", "sidecar.txt"):
         pins = pinned_versions(ROOT / "constraints" / name)
         differing = {package: pin for package, pin in pins.items() if everything.get(package, pin) != pin}
         assert not differing, f"{name} differs from dev.txt. Fix: make pins"
