@@ -1,4 +1,4 @@
-// Builds the S3 server that the tests run against; see tests/services/versitygw.py.
+// Builds the S3 server that the tests run against; see tests/tools/programs.py.
 module bagelplane.io/tests/tools/versitygw
 
 go 1.25.0
