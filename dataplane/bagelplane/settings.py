@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from bagelplane.spec import Group as ResourceGroup
 from bagelplane.spec import ImageTransform as ResourceTransform
 from bagelplane.storage import Storage, StorageSettings, open_storage
 from bagelplane.topology import Topology
+
+CREDENTIALS_VARIABLE = "BAGELPLANE_CREDENTIALS_DIR"
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +118,16 @@ def open_group(
 
 
 def storage_settings(dataset: BagelDataset) -> StorageSettings:
-    """How the resource's object store is reached."""
+    """How the resource's object store is reached.
+
+    BAGELPLANE_CREDENTIALS_DIR is where this container has the Secret of `secretRef`: it goes before the
+    resource's own `credentialsDir`, which is of another machine then.
+    """
     storage = dataset.spec.storage
     return StorageSettings(
-        endpoint_url=storage.endpoint_url, region=storage.region, credentials_dir=storage.credentials_dir
+        endpoint_url=storage.endpoint_url,
+        region=storage.region,
+        credentials_dir=os.environ.get(CREDENTIALS_VARIABLE) or storage.credentials_dir,
     )
 
 

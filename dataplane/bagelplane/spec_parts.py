@@ -76,7 +76,8 @@ class Storage(SpecModel):
     )
     credentials_dir: LocalPath | None = field(
         "Local folder with the files access_key_id, secret_access_key and, if any, session_token; for runs "
-        "without a cluster. Without it the usual AWS environment and profile files are used.",
+        "without a cluster. Without it the usual AWS environment and profile files are used. The environment "
+        "variable BAGELPLANE_CREDENTIALS_DIR goes before it: in a cluster it names the mounted Secret.",
         None,
         example="/etc/bagel-s3",
     )

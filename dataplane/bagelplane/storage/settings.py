@@ -86,7 +86,7 @@ class StorageSettings:
                     f"no credentials in {folder}",
                     got=f"no file {name}, or an empty one",
                     expected="the files access_key_id and secret_access_key",
-                    fix="mount the Secret there, or correct credentialsDir",
+                    fix="mount the Secret there, or correct credentialsDir (or BAGELPLANE_CREDENTIALS_DIR)",
                 )
         return Credentials(found["access_key_id"], found["secret_access_key"], found["session_token"] or None)
 
