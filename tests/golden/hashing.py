@@ -8,6 +8,7 @@ tensor is recognised by its `numpy` method, so this module never imports torch.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,11 @@ def describe(value: object) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"a pack holds a {type(value).__name__}, which the golden form does not know")
+
+
+def digest(description: object) -> str:
+    """SHA-256 of a described value, as a recording holds it or as `describe` gives it."""
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 
 def differences(got: object, expected: object, where: str = "pack") -> list[str]:

@@ -1,0 +1,90 @@
+"""A namespace to train in, and the example job as it runs without a registry and without an image of torch.
+
+The job's image is the tests' base image; torch and the client come from a folder of the node, by a volume claim
+(`restricted` forbids host paths in a pod).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.kubectl import Kubectl
+from tests.services.s3 import S3Server
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "kubernetes"
+SECRET = "bagel-s3"
+_CLAIM = "trainer-environment"
+_ENVIRONMENT_DIR = "/opt/trainer"
+_BASE_IMAGE = "localhost/bagelplane/base:test"
+
+
+def create_namespace(
+    kubectl: Kubectl, namespace: str, *, trainer_environment: Path, server: S3Server
+) -> None:
+    """A namespace that enforces `restricted`, with the credentials' Secret and a claim on the environment."""
+    volume = f"{namespace}-{_CLAIM}"
+    keys = {"access_key_id": server.access_key_id, "secret_access_key": server.secret_access_key}
+    claim = {
+        "accessModes": ["ReadOnlyMany"],
+        "storageClassName": "",
+        "resources": {"requests": {"storage": "1Gi"}},
+    }
+    items = [
+        _object("v1", "Namespace", namespace, labels={"pod-security.kubernetes.io/enforce": "restricted"}),
+        _object("v1", "Secret", SECRET, namespace, stringData=keys),
+        _object(
+            "v1",
+            "PersistentVolume",
+            volume,
+            spec={
+                "accessModes": ["ReadOnlyMany"],
+                "capacity": {"storage": "1Gi"},
+                "storageClassName": "",
+                "persistentVolumeReclaimPolicy": "Retain",
+                "claimRef": {"name": _CLAIM, "namespace": namespace},
+                "hostPath": {"path": str(trainer_environment), "type": "Directory"},
+            },
+        ),
+        _object("v1", "PersistentVolumeClaim", _CLAIM, namespace, spec=claim | {"volumeName": volume}),
+    ]
+    kubectl.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
+
+
+def localise(job: Mapping[str, Any], **environment: str) -> dict[str, Any]:
+    """The example's PyTorchJob with the image and the torch of the tests; `environment` goes to the trainer."""
+    local = copy.deepcopy(dict(job))
+    # The example writes both templates once, by a YAML alias: each is a mapping of its own here.
+    for replica in local["spec"]["pytorchReplicaSpecs"].values():
+        pod = replica["template"]["spec"] = copy.deepcopy(replica["template"]["spec"])
+        (container,) = pod["containers"]
+        container["image"] = _BASE_IMAGE
+        container["command"] = ["python3", "-m", "torch.distributed.run", *container["command"][1:]]
+        container["env"] = [
+            {"name": "PYTHONPATH", "value": _ENVIRONMENT_DIR},
+            *({"name": name, "value": value} for name, value in environment.items()),
+        ]
+        container["volumeMounts"].append({"name": _CLAIM, "mountPath": _ENVIRONMENT_DIR, "readOnly": True})
+        pod["volumes"].append(
+            {"name": _CLAIM, "persistentVolumeClaim": {"claimName": _CLAIM, "readOnly": True}}
+        )
+    return local
+
+
+def example(name: str) -> dict[str, Any]:
+    """One of the files that the README names."""
+    loaded = yaml.safe_load((EXAMPLES / name).read_text())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _object(
+    api_version: str, kind: str, name: str, namespace: str = "", labels: Any = None, **rest: Any
+) -> dict[str, Any]:
+    metadata = {"name": name, **({"namespace": namespace} if namespace else {}), "labels": labels or {}}
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **rest}
