@@ -1,0 +1,198 @@
+"""A real node on this machine: containerd, kubelet, kube-proxy and CoreDNS, for the time of a `with` block.
+
+    with host_bridge(), control_plane(..., advertise_address=HOST_ADDRESS) as plane, node(plane, folder) as a_node:
+        a_node.load_image(archive)      # what pods name with imagePullPolicy IfNotPresent
+
+It lives in namespaces of its own (namespaces.py) and one control group (cgroups.py): all of it ends with this process,
+however that ends, and a next run removes the empty control group and the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.addresses import CLUSTER_DOMAIN, DNS_ADDRESS, NODE_ADDRESS, NODE_NAME
+from tests.cluster.cgroups import CGROUP, create_cgroup, remove_cgroup
+from tests.cluster.containerd import SOCKET, containerd, import_image
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.namespaces import HIDDEN_DIRS, Namespaces, namespaces
+from tests.cluster.network import connect_node, write_cni_configuration
+from tests.cluster.processes import ClusterError, Component, component
+from tests.tools.programs import find_program
+
+PAUSE_IMAGE = "localhost/bagelplane/pause:test"
+_EVICTION_SIGNALS = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+_READY_SECONDS = 90.0  # it takes a few on two free cores
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str
+    address: str
+    inside: Namespaces
+    components: tuple[Component, ...]
+
+    def load_image(self, archive: Path) -> list[str]:
+        """Loads an archive of images; returns their names. Raises ClusterError."""
+        return import_image(self.inside, archive)
+
+    def check(self) -> None:
+        """Raises ClusterError if a component has ended."""
+        for process in self.components:
+            process.check()
+
+
+@contextmanager
+def node(control_plane: ControlPlane, work_dir: Path) -> Iterator[Node]:
+    """A node that is Ready. `work_dir` is emptied at the start and removed at the end, but for its logs."""
+    _check_machine(work_dir)
+    logs_dir = control_plane.logs_dir
+    _remove_folder(work_dir)
+    work_dir.mkdir(parents=True)
+    with ExitStack() as stack:
+        stack.callback(_remove_folder, work_dir)
+        create_cgroup()
+        stack.callback(remove_cgroup)
+        inside = stack.enter_context(namespaces(NODE_NAME))
+        connect_node(inside)
+        cni_dir = work_dir / "cni"
+        write_cni_configuration(cni_dir, work_dir / "addresses")
+
+        def start(name: str, *arguments: str) -> Component:
+            command = inside.command([find_program(name), *arguments])
+            return stack.enter_context(
+                component(name, command, logs_dir / f"{name}.log", stop_by=signal.SIGKILL)
+            )
+
+        runtime = stack.enter_context(
+            containerd(
+                inside,
+                work_dir / "containerd",
+                cni_configuration_dir=cni_dir,
+                pause_image=PAUSE_IMAGE,
+                log=logs_dir / "containerd.log",
+            )
+        )
+        kubelet = start("kubelet", *_kubelet_arguments(control_plane, work_dir / "kubelet"))
+        proxy = start("kube-proxy", *_kube_proxy_arguments(control_plane))
+        dns = start("coredns", "-conf", str(_write_corefile(control_plane, work_dir)))
+        it = Node(NODE_NAME, NODE_ADDRESS, inside, (runtime, kubelet, proxy, dns))
+
+        def seen() -> str:
+            it.check()
+            return _why_not_ready(control_plane)
+
+        kubelet.wait_until("the node is Ready and takes pods", seen, _READY_SECONDS)
+        yield it
+
+
+def _check_machine(work_dir: Path) -> None:
+    if os.geteuid() != 0:
+        raise ClusterError(f"a node needs root, and this is user {os.geteuid()}. Fix: run as root")
+    hidden = [folder for folder in HIDDEN_DIRS if work_dir.resolve().is_relative_to(folder)]
+    if hidden:
+        raise ClusterError(
+            f"the node's folder {work_dir} is in {hidden[0]}, where the node sees a folder of its own. "
+            "Fix: take one elsewhere, such as in /tmp"
+        )
+
+
+def _remove_folder(work_dir: Path) -> None:
+    """Mounts in it were seen in the node's namespace alone, so what is deleted is nobody else's."""
+    if work_dir.exists():
+        shutil.rmtree(work_dir)
+
+
+def _kubelet_arguments(control_plane: ControlPlane, work_dir: Path) -> list[str]:
+    kubeconfig = control_plane.kubeconfig_for("kubelet", f"system:node:{NODE_NAME}", group="system:nodes")
+    work_dir.mkdir(parents=True)
+    resolver = work_dir / "resolv.conf"
+    resolver.touch()  # nothing of the machine's name service reaches pods
+    configuration: dict[str, Any] = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": NODE_ADDRESS,
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": str(control_plane.ca_certificate)},
+        },
+        "authorization": {"mode": "Webhook"},
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": f"/{CGROUP}",
+        "clusterDNS": [DNS_ADDRESS],
+        "clusterDomain": CLUSTER_DOMAIN,
+        "containerRuntimeEndpoint": f"unix://{SOCKET}",
+        "resolvConf": str(resolver),
+        "podLogsDir": str(work_dir / "pod-logs"),
+        "volumePluginDir": str(work_dir / "volume-plugins"),
+        "failSwapOn": False,
+        "oomScoreAdj": 0,  # may not be lowered without CAP_SYS_RESOURCE
+        # The machine's disk is not ours to judge: a full one neither evicts pods nor removes images.
+        "evictionHard": dict.fromkeys(_EVICTION_SIGNALS, "0%"),
+        "imageGCHighThresholdPercent": 100,
+        "maxPods": 100,
+    }
+    path = work_dir / "config.json"
+    path.write_text(json.dumps(configuration, indent=1))
+    return [
+        f"--config={path}",
+        f"--kubeconfig={kubeconfig}",
+        f"--root-dir={work_dir / 'root'}",
+        f"--cert-dir={work_dir / 'pki'}",
+        f"--hostname-override={NODE_NAME}",
+        f"--node-ip={NODE_ADDRESS}",
+    ]
+
+
+def _kube_proxy_arguments(control_plane: ControlPlane) -> list[str]:
+    kubeconfig = control_plane.kubeconfig_for("kube-proxy", "system:kube-proxy")
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--hostname-override={NODE_NAME}",
+        "--proxy-mode=iptables",
+        "--conntrack-max-per-core=0",  # the machine's table is the machine's affair
+        "--oom-score-adj=0",
+        "--healthz-bind-address=127.0.0.1:10256",
+        "--metrics-bind-address=127.0.0.1:10249",
+    ]
+
+
+def _write_corefile(control_plane: ControlPlane, work_dir: Path) -> Path:
+    # Names of other domains do not exist: a refusal would be taken for a fault and asked again.
+    path = work_dir / "Corefile"
+    path.write_text(
+        f"""\
+. {{
+    bind {DNS_ADDRESS}
+    errors
+    kubernetes {CLUSTER_DOMAIN} in-addr.arpa {{
+        kubeconfig {control_plane.kubeconfig}
+        ttl 1
+    }}
+    template ANY ANY {{
+        rcode NXDOMAIN
+    }}
+}}
+"""
+    )
+    return path
+
+
+def _why_not_ready(control_plane: ControlPlane) -> str:
+    status, body = control_plane.get(f"/api/v1/nodes/{NODE_NAME}")
+    if status != 200:
+        return f"status {status}: {body[:500]}"
+    answer = json.loads(body)
+    ready = [c for c in answer["status"].get("conditions", []) if c["type"] == "Ready"]
+    if not ready or ready[0]["status"] != "True":
+        return f"its condition Ready is {ready}"
+    return f"its taints are {taints}" if (taints := answer["spec"].get("taints")) else ""
