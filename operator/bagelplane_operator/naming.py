@@ -44,6 +44,8 @@ RING_VOLUME = "bagelplane-ring"
 DATASET_VOLUME = "bagelplane-dataset"
 CREDENTIALS_VOLUME = "bagelplane-credentials"
 SCRATCH_VOLUME = "bagelplane-scratch"
+NO_TOKEN_VOLUME = "bagelplane-no-token"
+"""Empty; keeps the service account's token out of the sidecar."""
 
 RUN_DIR = "/run/bagelplane"
 DATASET_DIR = "/etc/bagelplane/dataset"
@@ -52,6 +54,7 @@ DATASET_FILE = "dataset.yaml"
 DATASET_PATH = f"{DATASET_DIR}/{DATASET_FILE}"
 CREDENTIALS_DIR = "/etc/bagelplane/credentials"
 SCRATCH_DIR = "/tmp"
+TOKEN_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 REPORT_PATH = "/dev/termination-log"
 
 STATUS_PORT = 9780
