@@ -87,7 +87,7 @@ class DatasetSpec(SpecModel):
     )
     storage: Storage = field("How the object store is reached.", factory=Storage)
     tokenizer: Tokenizer = field("What turns text into tokens.")
-    groups: tuple[Group, ...] = field("The mix of data.", min_length=1, strict=False)
+    groups: tuple[Group, ...] = field("The mix of data.", min_length=1, max_length=64, strict=False)
     budgets: Budgets = field("How long packs become.", factory=Budgets)
     conditioning: Conditioning = field("How often conditions are left out.", factory=Conditioning)
     model: Model = field("What the stream must know of the model.", factory=Model)

@@ -105,6 +105,15 @@ class SpecModel(BaseModel):
         use_attribute_docstrings=False,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_empty(cls, data: object) -> object:
+        """`region:` with nothing behind it is a field left out, as in the API server."""
+        if not isinstance(data, Mapping):
+            return data
+        known = {info.alias or name for name, info in cls.model_fields.items()} | set(cls.model_fields)
+        return {name: value for name, value in data.items() if value is not None or name not in known}
+
     def rule_problems(self) -> Iterator[Problem]:
         """The rules between this model's fields that do not hold; overridden where there are some."""
         yield from ()
@@ -331,6 +340,11 @@ def _translate(details: ErrorDetails, root: type[SpecModel]) -> Iterator[Problem
         return  # pydantic counts the good entries alone; the bad ones are reported one by one
     elif kind == "too_short":
         what, got = "must have at least one entry", ""
+    elif kind == "too_long":
+        what, got = (
+            f"must have at most {context['max_length']} entries",
+            str(context["actual_length"] or "more"),
+        )
     else:
         message = details["msg"]
         what = _KINDS.get(kind, message[:1].lower() + message[1:])

@@ -221,7 +221,7 @@ class Group(SpecModel):
         le=1e9,
     )
     mandatory: bool = field("Every pack begins with a sample of this group.", False)
-    datasets: tuple[Dataset, ...] = field("The data.", min_length=1, strict=False)
+    datasets: tuple[Dataset, ...] = field("The data.", min_length=1, max_length=256, strict=False)
     image_transform: ImageTransform | None = field(
         "Resize rule: of VAE images (t2i_pretrain, unified_edit), of ViT images (vlm_sft).", None
     )
@@ -404,8 +404,8 @@ class Images(SpecModel):
 class Resources(SpecModel):
     """As a container's `resources`."""
 
-    requests: dict[str, ResourceQuantity] = field("What the sidecar asks for.", factory=dict)
-    limits: dict[str, ResourceQuantity] = field("What the sidecar may take.", factory=dict)
+    requests: dict[str, ResourceQuantity] = field("What the sidecar asks for.", factory=dict, max_length=16)
+    limits: dict[str, ResourceQuantity] = field("What the sidecar may take.", factory=dict, max_length=16)
 
 
 class Ring(SpecModel):

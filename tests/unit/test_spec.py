@@ -147,6 +147,16 @@ def test_what_the_api_server_adds_is_accepted() -> None:
     assert BagelDataset.from_mapping(data).metadata.name == "bagel-sft"
 
 
+def test_a_field_with_nothing_behind_it_is_left_out() -> None:
+    data = valid()
+    for path in ("storage", "snapshots.uri", "budgets", "groups.0.weight", "groups.0.datasets.0.images"):
+        put(data, f"spec.{path}", None)
+    without = valid()
+    for path in ("storage", "snapshots.uri", "budgets", "groups.0.weight"):
+        put(without, f"spec.{path}", ...)
+    assert BagelDataset.from_mapping(data) == BagelDataset.from_mapping(without)
+
+
 def test_a_resource_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         BagelDataset.from_yaml(VALID).spec.budgets.max_tokens = 1  # type: ignore[misc]
@@ -250,7 +260,15 @@ FAULTS = [
     ("spec.storage.endpointURL", "s3.example.com", "spec.storage.endpointURL: must be http:// or https://"),
     ("spec.storage.credentialsDir", "s3://b/keys", "spec.storage.credentialsDir: must be a local path"),
     ("spec.tokenizer.specialTokens", {"bos": True}, "specialTokens.bos: must be the token's text or its id"),
-    ("spec.snapshots", None, "spec.snapshots: must be a mapping"),
+    ("spec.snapshots", 5, "spec.snapshots: must be a mapping"),
+    ("spec.tokenizer.uri", None, "spec.tokenizer.uri: is missing"),
+    (
+        "spec.dataplane.resources.limits.cpu",
+        0.5,
+        "cpu: must be a Kubernetes quantity (got 0.5). Fix: quote it",
+    ),
+    ("spec.groups.0.datasets.0.uri", "s3://bucket/" + "x" * 2048, "must have at most 2048 characters"),
+    ("spec.groups.0.datasets", [{"name": f"d{i}", "uri": "x"} for i in range(257)], "at most 256 entries"),
 ]
 
 

@@ -1,59 +1,71 @@
-"""Writes docs/reference/{resource,exit-codes,drop-reasons,metrics}.md from the code that they describe.
+"""Writes what is in the repository and made of code: reference pages, the CRD, the chart's copy of it, its values.
 
 `python -m bagelplane.cli.reference` writes them, with `--check` it only tells whether they are as written.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bagelplane import errors
 from bagelplane.cli.app import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from bagelplane.cli.output import print_line, print_note
+from bagelplane.cli.reference_chart import VALUES_SCHEMA, build_chart_files, value_rows
 from bagelplane.engine.drops import DropReason
 from bagelplane.sidecar.status import METRICS
 from bagelplane.spec import API_VERSION, KIND
 from bagelplane.spec_fields import FieldDoc, iter_fields
+from bagelplane.spec_status import DatasetStatus
 
-FOLDER = Path(__file__).resolve().parents[3] / "docs" / "reference"
+ROOT = Path(__file__).resolve().parents[3]
 _ORIGIN = "<!-- Written by `python -m bagelplane.cli.reference` from the code; do not edit. -->\n"
 
 
 def reference(
     check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; fail when a page is stale.")
+        bool, typer.Option("--check", help="Change nothing; fail when a file is stale.")
     ] = False,
-    folder: Annotated[Path, typer.Option(help="Where the pages are.")] = FOLDER,
+    root: Annotated[Path, typer.Option(help="The repository.")] = ROOT,
 ) -> None:
-    """Write the reference pages, or check that they are what the code says."""
-    stale = []
-    for name, text in build_pages().items():
-        path = folder / name
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(name)
+    """Write the generated files, or check that they are what the code says."""
+    stale = stale_files(root)
+    for name, text in stale.items():
         if not check:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            print_line(f"wrote {path}")
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text, encoding="utf-8")
+            print_line(f"wrote {name}")
     if check and stale:
         print_note(f"stale: {', '.join(stale)}. Fix: run python -m bagelplane.cli.reference")
         raise typer.Exit(1)
 
 
-def build_pages() -> dict[str, str]:
-    """File name to text of each page."""
+def stale_files(root: Path = ROOT) -> dict[str, str]:
+    """Those of the generated files that differ from what they should be, with their text."""
     return {
-        "resource.md": "\n".join(_resource_page()),
-        "exit-codes.md": "\n".join(_exit_code_page()),
-        "drop-reasons.md": "\n".join(_drop_page()),
-        "metrics.md": "\n".join(_metric_page()),
+        name: text
+        for name, text in build_files(root).items()
+        if not (root / name).is_file() or (root / name).read_text(encoding="utf-8") != text
     }
+
+
+def build_files(root: Path = ROOT) -> dict[str, str]:
+    """Path below the repository to text of each file."""
+    values = json.loads((root / VALUES_SCHEMA).read_text(encoding="utf-8"))
+    pages = {
+        "resource": _resource_page(),
+        "exit-codes": _exit_code_page(),
+        "drop-reasons": _drop_page(),
+        "metrics": _metric_page(),
+        "chart-values": _chart_page(values),
+    }
+    documents = {f"docs/reference/{name}.md": "\n".join(lines) for name, lines in pages.items()}
+    return documents | build_chart_files(values)
 
 
 def _resource_page() -> Iterator[str]:
@@ -73,6 +85,14 @@ def _resource_page() -> Iterator[str]:
     yield "[from-automodel.yaml](../examples/from-automodel.yaml).\n"
     fields = list(iter_fields())
     yield from _field_table("The object", [field for field in fields if "." not in field.path])
+    yield from _part_tables(fields)
+    status = list(iter_fields(DatasetStatus, "status"))
+    text = "What the operator reports: `kubectl get bgds -o yaml`. A field that is not known is absent."
+    yield from _field_table("`status`", [field for field in status if field.path.count(".") == 1], text)
+    yield from _part_tables(status)
+
+
+def _part_tables(fields: Sequence[FieldDoc]) -> Iterator[str]:
     for parent in fields:
         if parent.model is None:
             continue
@@ -135,6 +155,15 @@ def _metric_page() -> Iterator[str]:
         for name, doc in METRICS.items()
     ]
     yield from _table(("Metric", "Kind", "Labels", "Meaning"), rows)
+
+
+def _chart_page(schema: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{_ORIGIN}# Values of the chart\n"
+    yield (
+        "What `helm install bagelplane charts/bagelplane --set NAME=VALUE` takes. Helm refuses unknown names and "
+        "values of another kind.\n"
+    )
+    yield from _table(("Value", "Type", "Default", "Meaning"), list(value_rows(schema)))
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
