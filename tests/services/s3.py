@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bagelplane.cli.demo_server import S3Endpoint, running, serve_folder
 from bagelplane.storage import StorageSettings
-from tests.services.versitygw import versitygw_binary
+from tests.tools.programs import find_program
 
 BUCKET = "bagel-test"
 
@@ -77,7 +77,7 @@ def serve_rclone(work_dir: Path) -> Iterator[S3Server]:
 @contextmanager
 def serve_versitygw(work_dir: Path, *, say: Callable[[str], None] = print) -> Iterator[S3Server]:
     """versitygw over `work_dir`/versitygw. Builds it if need be, and says so through `say`."""
-    binary = versitygw_binary(say)
+    binary = find_program("versitygw", say)
     root_dir, log = work_dir / "versitygw-objects", work_dir / "versitygw.log"
     metadata_dir, users_dir = work_dir / "versitygw-metadata", work_dir / "versitygw-users"
     for folder in (root_dir / BUCKET, metadata_dir, users_dir):

@@ -1,1 +1,1 @@
-"""Programs that tests run and that pip does not bring: a Go module each, and programs.py, which finds or builds them."""
+"""Programs that tests run and pip does not bring: a Go module each, and programs.py, which finds or builds them."""
