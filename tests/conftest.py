@@ -26,3 +26,13 @@ def same_logging_as_before() -> Iterator[None]:
     for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
         if not isinstance(handler, logging.NullHandler) and type(handler).__module__ == "logging":
             logging.root.removeHandler(handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="Write the recorded results anew.")
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether recorded results are to be replaced by what comes out now."""
+    return bool(request.config.getoption("--update-golden"))
