@@ -38,7 +38,8 @@ def containerd(
 def import_image(inside: Namespaces, archive: Path) -> list[str]:
     """Loads the images of an archive (docker or OCI); returns their names. Raises ClusterError."""
     printed = inside.run(
-        [*_ctr(), "images", "import", "--snapshotter", "overlayfs", archive], seconds=_IMPORT_SECONDS
+        [*_ctr(), "images", "import", "--snapshotter", "overlayfs", archive.resolve()],
+        seconds=_IMPORT_SECONDS,
     )
     return [line.split()[1] for line in printed.splitlines() if line.startswith("unpacking ")]
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster.processes import ClusterError
@@ -20,21 +18,69 @@ from tests.tools.programs import find_program
 
 # Programs of the node keep state in these folders whatever they are told: the node gets empty ones.
 HIDDEN_DIRS = ("/run", "/var/lib", "/var/log")
-_START_SECONDS = 20
 _STOP_SECONDS = 20
 _COMMAND_SECONDS = 120
 
 
-@dataclass(frozen=True, slots=True)
 class Namespaces:
-    """The namespaces of a running node."""
+    """The namespaces of a running node, with /proc, and with empty folders in place of HIDDEN_DIRS."""
 
-    pid: int  # of the process whose children are in them
+    def __init__(self, hostname: str) -> None:
+        """Raises ClusterError."""
+        set_up = [
+            # Volumes may ask for propagation, which is from these mounts to those of containers only.
+            "mount --make-rshared /",
+            *(f"mount -t tmpfs -o mode=755 tmpfs {folder}" for folder in HIDDEN_DIRS),
+            "mkdir -p /run/lock /run/netns",
+            f"hostname {hostname}",
+            "echo ready",
+            # Orphans of the node are given to this process: ignoring the signal, it has the kernel reap them.
+            "exec env --ignore-signal=CHLD cat",
+        ]
+        command = [
+            "unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc",
+            "--net", "--uts", "--ipc", "sh", "-ec", "\n".join(set_up),
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the tests, which then end the node
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._lifeline, self._output = self._process.stdin, self._process.stdout
+        said = ""
+        while (line := self._output.readline()) != "ready\n":
+            said += line
+            if not line:
+                self.end()
+                raise ClusterError(
+                    f"the node's namespaces cannot be made: {said.strip() or 'nothing was said'}. "
+                    "Fix: run as root; in a container, one that may do all (`docker run --privileged`)"
+                )
+
+    @property
+    def pid(self) -> int:
+        """A process in all of them but the PID namespace, which its children are in."""
+        return self._process.pid
+
+    def end(self) -> None:
+        """Ends all that runs in them, and waits until it is gone. No error if that is so already."""
+        self._lifeline.close()
+        try:
+            # The first process ends at this, and is gone only after all others are.
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_STOP_SECONDS)
+        self._output.close()
 
     def command(self, command: Sequence[str | Path]) -> list[str]:
         """The command that runs `command` in them."""
         base = f"/proc/{self.pid}/ns"
-        # The process forks into the PID namespace and stays outside of it; it is in the others.
         names = {"mount": "mnt", "uts": "uts", "ipc": "ipc", "net": "net", "pid": "pid_for_children"}
         enter = [f"--{option}={base}/{name}" for option, name in names.items()]
         return [str(find_program("nsenter")), *enter, "--", *(str(part) for part in command)]
@@ -65,58 +111,3 @@ def run_command(
         lines = "\n".join((result.stdout + result.stderr).splitlines()[-10:])
         raise ClusterError(f"{name} ended with status {result.returncode}: {lines or '(no output)'}")
     return result.stdout
-
-
-@contextmanager
-def namespaces(hostname: str) -> Iterator[Namespaces]:
-    """New namespaces with /proc, and with empty folders in place of HIDDEN_DIRS. Ends all that runs in them."""
-    set_up = [
-        # Volumes may ask for propagation, which is from these mounts to those of containers only.
-        "mount --make-rshared /",
-        *(f"mount -t tmpfs -o mode=755 tmpfs {folder}" for folder in HIDDEN_DIRS),
-        "mkdir -p /run/lock /run/netns",
-        f"hostname {hostname}",
-        "echo ready",
-        # Orphans of the node are given to this process: ignoring the signal, it has the kernel reap them.
-        "exec env --ignore-signal=CHLD cat",
-    ]
-    command = [
-        "unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc",
-        "--net", "--uts", "--ipc", "sh", "-ec", "\n".join(set_up),
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the tests, which then leave this block
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        _wait_until_ready(process)
-        yield Namespaces(process.pid)
-    finally:
-        # The first process ends at this, and is gone only after all others are.
-        process.stdin.close()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_STOP_SECONDS)
-        process.stdout.close()
-
-
-def _wait_until_ready(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    said = ""
-    for line in process.stdout:
-        if line == "ready\n":
-            return
-        said += line
-    status = process.wait(_START_SECONDS)
-    raise ClusterError(
-        f"the node's namespaces cannot be made (status {status}): {said.strip() or 'nothing was said'}. "
-        "Fix: run as root; in a container, one that may do all (`docker run --privileged`)"
-    )

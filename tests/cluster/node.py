@@ -23,7 +23,7 @@ from tests.cluster.addresses import CLUSTER_DOMAIN, DNS_ADDRESS, NODE_ADDRESS, N
 from tests.cluster.cgroups import CGROUP, create_cgroup, remove_cgroup
 from tests.cluster.containerd import SOCKET, containerd, import_image
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.namespaces import HIDDEN_DIRS, Namespaces, namespaces
+from tests.cluster.namespaces import HIDDEN_DIRS, Namespaces
 from tests.cluster.network import connect_node, write_cni_configuration
 from tests.cluster.processes import ClusterError, Component, component
 from tests.tools.programs import find_program
@@ -61,7 +61,8 @@ def node(control_plane: ControlPlane, work_dir: Path) -> Iterator[Node]:
         stack.callback(_remove_folder, work_dir)
         create_cgroup()
         stack.callback(remove_cgroup)
-        inside = stack.enter_context(namespaces(NODE_NAME))
+        inside = Namespaces(NODE_NAME)
+        stack.callback(inside.end)
         connect_node(inside)
         cni_dir = work_dir / "cni"
         write_cni_configuration(cni_dir, work_dir / "addresses")
@@ -84,6 +85,8 @@ def node(control_plane: ControlPlane, work_dir: Path) -> Iterator[Node]:
         kubelet = start("kubelet", *_kubelet_arguments(control_plane, work_dir / "kubelet"))
         proxy = start("kube-proxy", *_kube_proxy_arguments(control_plane))
         dns = start("coredns", "-conf", str(_write_corefile(control_plane, work_dir)))
+        # At once and before the single components, so that each is still waited for by who started it.
+        stack.callback(inside.end)
         it = Node(NODE_NAME, NODE_ADDRESS, inside, (runtime, kubelet, proxy, dns))
 
         def seen() -> str:
