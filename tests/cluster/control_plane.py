@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bagelplane.cli.demo_server import free_port
 from tests.cluster.addresses import API_SERVICE_ADDRESS, CLUSTER_DOMAIN, SERVICE_NETWORK
 from tests.cluster.certificates import Authority, KeyPair
-from tests.cluster.processes import Component, component, free_port
+from tests.cluster.processes import Component, component
 from tests.tools.programs import find_program
 
 _START_SECONDS = 120.0  # it takes five on two free cores

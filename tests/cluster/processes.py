@@ -1,9 +1,7 @@
 """A long-running program of the cluster: started, watched, ended by its process id, gone when its starter is gone.
 
-    with component("etcd", [etcd, "--data-dir", folder], logs / "etcd.log") as process:
-        process.wait_until("answers on /health", lambda: ..., seconds=30)
-
-`running_components` starts several and quotes the log of one that ends by itself.
+with component("etcd", [etcd, "--data-dir", folder], logs / "etcd.log") as process:
+    process.wait_until("it answers on /health", lambda: ..., seconds=30)
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -127,11 +124,3 @@ def last_lines(log: Path, count: int = _LOG_LINES) -> str:
     with contextlib.suppress(OSError):
         return "\n".join(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-count:])
     return ""
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of that address that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bagelplane.cli.demo_server import S3Endpoint, running, serve_folder
+from bagelplane.cli.demo_server import LOOPBACK, S3Endpoint, running, serve_folder
 from bagelplane.storage import StorageSettings
 from tests.tools.programs import find_program
 
@@ -75,8 +75,10 @@ def serve_rclone(work_dir: Path) -> Iterator[S3Server]:
 
 
 @contextmanager
-def serve_versitygw(work_dir: Path, *, say: Callable[[str], None] = print) -> Iterator[S3Server]:
-    """versitygw over `work_dir`/versitygw. Builds it if need be, and says so through `say`."""
+def serve_versitygw(
+    work_dir: Path, *, address: str = LOOPBACK, say: Callable[[str], None] = print
+) -> Iterator[S3Server]:
+    """versitygw over `work_dir`/versitygw on that address. Builds it if need be, and says so through `say`."""
     binary = find_program("versitygw", say)
     root_dir, log = work_dir / "versitygw-objects", work_dir / "versitygw.log"
     metadata_dir, users_dir = work_dir / "versitygw-metadata", work_dir / "versitygw-users"
@@ -86,10 +88,10 @@ def serve_versitygw(work_dir: Path, *, say: Callable[[str], None] = print) -> It
     env = {"ROOT_ACCESS_KEY_ID": owner[0], "ROOT_SECRET_ACCESS_KEY": owner[1]}
     # Metadata in a folder of their own: not every file system that tests run on has extended attributes.
     command: list[str | Path] = [
-        binary, "--port", "127.0.0.1:{port}", "--keep-alive", "--iam-dir", users_dir,
+        binary, "--port", f"{address}:{{port}}", "--keep-alive", "--iam-dir", users_dir,
         "posix", "--sidecar", metadata_dir, root_dir,
     ]  # fmt: skip
-    with running("versitygw", command, log, env) as server:
+    with running("versitygw", command, log, env, address) as server:
         stranger = S3Endpoint(server.url, "stranger", "stranger-local-only", BUCKET)
         _add_user(binary, server.url, owner, stranger)
         yield S3Server(S3Endpoint(server.url, *owner, BUCKET), work_dir, root_dir, log, stranger)

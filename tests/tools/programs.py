@@ -62,44 +62,42 @@ def _kubernetes(
 
 
 Program = GoProgram | SystemProgram
-PROGRAMS: dict[str, Program] = {
-    program.name: program
-    for program in (
-        # Any will do: it does not tell its version.
-        GoProgram("versitygw", "versitygw", "github.com/versity/versitygw/cmd/versitygw", fits=""),
-        # The parts of one cluster are of one minor version: mixtures are allowed, but not what we test.
-        _kubernetes("kube-apiserver"),
-        _kubernetes("kube-controller-manager"),
-        _kubernetes("kube-scheduler"),
-        _kubernetes("kubelet"),  # 1.35 and later refuse machines with cgroup v1
-        _kubernetes("kube-proxy"),
-        # Kubernetes promises that kubectl works with servers one minor version older or newer.
-        _kubernetes("kubectl", r'"v1\.3[345]\.', ("version", "--client", "--output=json")),
-        GoProgram("helm", "helm", "helm.sh/helm/v3/cmd/helm", r"\Av3\.", ("version", "--short")),
-        GoProgram("coredns", "coredns", "github.com/coredns/coredns", r"CoreDNS-1\.", ("-version",)),
-        GoProgram(
-            "training-operator",
-            "training-operator",
-            "github.com/kubeflow/training-operator/cmd/training-operator.v1",
-        ),
-        SystemProgram("etcd", "etcd-server"),
-        SystemProgram("containerd", "containerd"),
-        SystemProgram("ctr", "containerd"),
-        SystemProgram("runc", "runc"),
-        *(
-            SystemProgram(plugin, "containernetworking-plugins", is_cni_plugin=True)
-            for plugin in ("bridge", "host-local", "loopback", "portmap")
-        ),
-        SystemProgram("debootstrap", "debootstrap"),
-        SystemProgram("buildah", "buildah"),
-        SystemProgram("iptables", "iptables"),
-        SystemProgram("ip", "iproute2"),
-        SystemProgram("mount", "mount"),
-        SystemProgram("umount", "mount"),
-        SystemProgram("nsenter", "util-linux"),
-        SystemProgram("openssl", "openssl"),
-    )
-}
+_ALL: tuple[Program, ...] = (
+    # Any will do: it does not tell its version.
+    GoProgram("versitygw", "versitygw", "github.com/versity/versitygw/cmd/versitygw", fits=""),
+    # The parts of one cluster are of one minor version: mixtures are allowed, but not what we test.
+    _kubernetes("kube-apiserver"),
+    _kubernetes("kube-controller-manager"),
+    _kubernetes("kube-scheduler"),
+    _kubernetes("kubelet"),  # 1.35 and later refuse machines with cgroup v1
+    _kubernetes("kube-proxy"),
+    # Kubernetes promises that kubectl works with servers one minor version older or newer.
+    _kubernetes("kubectl", r'"v1\.3[345]\.', ("version", "--client", "--output=json")),
+    GoProgram("helm", "helm", "helm.sh/helm/v3/cmd/helm", r"\Av3\.", ("version", "--short")),
+    GoProgram("coredns", "coredns", "github.com/coredns/coredns", r"CoreDNS-1\.", ("-version",)),
+    GoProgram(
+        "training-operator",
+        "training-operator",
+        "github.com/kubeflow/training-operator/cmd/training-operator.v1",
+    ),
+    SystemProgram("etcd", "etcd-server"),
+    SystemProgram("containerd", "containerd"),
+    SystemProgram("ctr", "containerd"),
+    SystemProgram("runc", "runc"),
+    *(
+        SystemProgram(plugin, "containernetworking-plugins", is_cni_plugin=True)
+        for plugin in ("bridge", "host-local", "loopback", "portmap")
+    ),
+    SystemProgram("debootstrap", "debootstrap"),
+    SystemProgram("buildah", "buildah"),
+    SystemProgram("iptables", "iptables"),
+    SystemProgram("ip", "iproute2"),
+    SystemProgram("mount", "mount"),
+    SystemProgram("umount", "mount"),
+    SystemProgram("nsenter", "util-linux"),
+    SystemProgram("openssl", "openssl"),
+)
+PROGRAMS = {program.name: program for program in _ALL}
 
 
 @dataclass(frozen=True, slots=True)

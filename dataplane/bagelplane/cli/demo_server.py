@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bagelplane.errors import BagelplaneError, SpecError
 
+LOOPBACK = "127.0.0.1"
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.05
@@ -64,13 +65,19 @@ class S3Endpoint:
 
 
 class ChildServer:
-    """A server process that answers HTTP on a port of 127.0.0.1. Not thread-safe."""
+    """A server process that answers HTTP on a port of this machine. Not thread-safe."""
 
     def __init__(
-        self, name: str, command: Sequence[str | Path], port: int, log: Path, env: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        port: int,
+        log: Path,
+        env: Mapping[str, str],
+        address: str = LOOPBACK,
     ) -> None:
         """Starts it. `env` is added to this process's environment; output goes to the file `log`."""
-        self.name, self.port, self.log = name, port, log
+        self.name, self.port, self.log, self.address = name, port, log, address
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -83,7 +90,7 @@ class ChildServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -98,7 +105,7 @@ class ChildServer:
             if status is not None:
                 raise self._error(f"it ended with status {status}")
             try:
-                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2.0)
+                connection = http.client.HTTPConnection(self.address, self.port, timeout=2.0)
                 try:
                     connection.request("GET", "/")
                     connection.getresponse().read()
@@ -138,15 +145,19 @@ class ChildServer:
 
 @contextlib.contextmanager
 def running(
-    name: str, command: Sequence[str | Path], log: Path, env: Mapping[str, str]
+    name: str,
+    command: Sequence[str | Path],
+    log: Path,
+    env: Mapping[str, str],
+    address: str = LOOPBACK,
 ) -> Iterator[ChildServer]:
-    """A server that answers; ended on leaving. `{port}` in the command becomes a free port."""
+    """A server that answers on `address`; ended on leaving. `{port}` in the command becomes a free port."""
     error: ServerError | None = None
     for _ in range(_STARTS):
         # Another process may take the port between its choice and its use: then with another one.
-        port = free_port()
+        port = free_port(address)
         server = ChildServer(
-            name, [str(part).replace("{port}", str(port)) for part in command], port, log, env
+            name, [str(part).replace("{port}", str(port)) for part in command], port, log, env, address
         )
         try:
             server.wait_until_ready()
@@ -199,9 +210,9 @@ def find_rclone() -> Path:
     return Path(found)
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on just now."""
+def free_port(address: str = LOOPBACK) -> int:
+    """A TCP port of an address of this machine that nobody listens on just now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
     return port
