@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,13 @@ from tests.cluster.addresses import CLUSTER_DOMAIN, DNS_ADDRESS, NODE_ADDRESS, N
 from tests.cluster.cgroups import CGROUP, create_cgroup, remove_cgroup
 from tests.cluster.containerd import SOCKET, containerd, import_image
 from tests.cluster.control_plane import ControlPlane
+from tests.cluster.images import image_archives, image_tag
 from tests.cluster.namespaces import HIDDEN_DIRS, Namespaces
 from tests.cluster.network import connect_node, write_cni_configuration
 from tests.cluster.processes import ClusterError, Component, component
 from tests.tools.programs import find_program
 
-PAUSE_IMAGE = "localhost/bagelplane/pause:test"
+_PAUSE = "pause"
 _EVICTION_SIGNALS = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
 _READY_SECONDS = 90.0  # it takes a few on two free cores
 
@@ -51,9 +52,14 @@ class Node:
 
 
 @contextmanager
-def node(control_plane: ControlPlane, work_dir: Path) -> Iterator[Node]:
-    """A node that is Ready. `work_dir` is emptied at the start and removed at the end, but for its logs."""
+def node(
+    control_plane: ControlPlane, work_dir: Path, *, say: Callable[[str], None] = print
+) -> Iterator[Node]:
+    """A node that is Ready, with the pods' pause image. `work_dir` is emptied at the start and removed at the end;
+    the logs are beside those of the control plane. Raises ClusterError, ImageError and ToolError.
+    """
     _check_machine(work_dir)
+    pause = image_archives([_PAUSE], say)[_PAUSE]
     logs_dir = control_plane.logs_dir
     _remove_folder(work_dir)
     work_dir.mkdir(parents=True)
@@ -78,7 +84,7 @@ def node(control_plane: ControlPlane, work_dir: Path) -> Iterator[Node]:
                 inside,
                 work_dir / "containerd",
                 cni_configuration_dir=cni_dir,
-                pause_image=PAUSE_IMAGE,
+                pause_image=image_tag(_PAUSE),
                 log=logs_dir / "containerd.log",
             )
         )
@@ -87,6 +93,7 @@ def node(control_plane: ControlPlane, work_dir: Path) -> Iterator[Node]:
         dns = start("coredns", "-conf", str(_write_corefile(control_plane, work_dir)))
         # At once and before the single components, so that each is still waited for by who started it.
         stack.callback(inside.end)
+        import_image(inside, pause)
         it = Node(NODE_NAME, NODE_ADDRESS, inside, (runtime, kubelet, proxy, dns))
 
         def seen() -> str:
