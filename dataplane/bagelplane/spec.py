@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
-from bagelplane.spec_errors import InvalidDatasetError, Problem, SpecModel, problems_of, read_yaml, show
+from bagelplane.spec_errors import (
+    InvalidDatasetError,
+    Problem,
+    SpecModel,
+    nearest,
+    problems_of,
+    read_yaml,
+    show,
+)
 from bagelplane.spec_parts import (
     BUILT_IN_TYPES,
     Budgets,
@@ -212,8 +220,13 @@ def load_dataset(path: str | Path) -> BagelDataset:
 # --- what is asked of a checked resource ----------------------------------------------------------
 
 
-def refuse_unsupported(dataset: BagelDataset, source: str = "resource") -> None:
-    """Raise SpecError for what the model has and this release does not run yet, one line each."""
+def refuse_unsupported(
+    dataset: BagelDataset, source: str = "resource", types: Sequence[str] | None = None
+) -> None:
+    """Raise SpecError for what the model has and this release does not run yet, one line each.
+
+    `types`: the group types there are, where that is known.
+    """
     spec = dataset.spec
     problems = []
     if spec.profile == "Strict":
@@ -229,6 +242,13 @@ def refuse_unsupported(dataset: BagelDataset, source: str = "resource") -> None:
     if spec.dataplane.pixel_format != "uint8":
         loc, fix = ("spec", "dataplane", "pixelFormat"), "write `pixelFormat: uint8`"
         problems.append(Problem(loc, "is float32, which this release does not write yet", fix=fix))
+    for index, group in enumerate(spec.groups):
+        if types is not None and group.type not in types:
+            loc = ("spec", "groups", index, "type")
+            near = nearest(group.type, types)
+            fix = f"did you mean `{near}`?" if near else "install the package that registers it"
+            what = f"is no registered type ({', '.join(types)})"
+            problems.append(Problem(loc, what, show(group.type), fix))
     if problems:
         raise InvalidDatasetError(source, problems)
 

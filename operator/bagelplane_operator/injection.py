@@ -86,15 +86,13 @@ def inject(
     `generation`: the resource's, 0 where it is not known. `hints`: environment variables that a training
     controller will give the trainer's container later; for templates.
 
-    A pod that has its sidecar comes back as it is, whatever has been added or moved since, and keeps the
-    revision of the dataset that it began with.
+    A pod that has its sidecar comes back as `mend` leaves it.
     """
     new = copy.deepcopy(dict(pod))
     if dataset_asked_for(new) is None:
         return new
     if is_injected(new):
-        _mend(new)
-        return new
+        return mend(new)
     spec = _part(new, "spec", "")
     containers = _entries(spec, "containers", "spec")
     _refuse_clashes(spec)
@@ -116,6 +114,18 @@ def inject(
     annotations[naming.INJECTED_ANNOTATION] = naming.short_hash(config_hash(dataset))
     annotations[naming.SPEC_HASH_ANNOTATION] = spec_hash(dataset)
     new["metadata"]["annotations"] = annotations
+    return new
+
+
+def mend(pod: Mapping[str, Any]) -> Object:
+    """An injected pod as it must be. It keeps whatever has been added or moved since, and its revision.
+
+    Other webhooks know init containers without `restartPolicy` and drop it: such a pod would wait forever.
+    """
+    new = copy.deepcopy(dict(pod))
+    sidecar = _own_sidecar(new)
+    if sidecar is not None:
+        sidecar.setdefault("restartPolicy", "Always")
     return new
 
 
@@ -409,7 +419,7 @@ def _identity(trainer: Object, where: str) -> tuple[list[Object], list[Object]]:
     return env, mounts
 
 
-# --- pods that cannot be served, and such that need a hand -----------------------------------------
+# --- pods that cannot be served --------------------------------------------------------------------
 
 
 def _refuse_clashes(spec: Object) -> None:
@@ -424,13 +434,6 @@ def _refuse_clashes(spec: Object) -> None:
     for volume in _entries(spec, "volumes", "spec"):
         if volume.get("name") in ours:
             raise SpecError(f"the pod has a volume called {volume['name']} of its own", fix="rename it")
-
-
-def _mend(pod: Object) -> None:
-    """Other webhooks know init containers without `restartPolicy` and drop it: such a pod would wait forever."""
-    sidecar = _own_sidecar(pod)
-    if sidecar is not None and "restartPolicy" not in sidecar:
-        sidecar["restartPolicy"] = "Always"
 
 
 def _own_sidecar(pod: Mapping[str, Any]) -> Object | None:

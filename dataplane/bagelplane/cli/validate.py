@@ -14,7 +14,7 @@ from bagelplane.errors import SpecError
 from bagelplane.sources.registry import registered_types
 from bagelplane.spec import BagelDataset, InvalidDatasetError, load_dataset, refuse_unsupported, spec_hash
 from bagelplane.spec_advice import give_advice
-from bagelplane.spec_errors import Problem, nearest, show
+from bagelplane.spec_errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def validate(
     """Check resource files: syntax, fields, and the rules between them.
 
     Every fault is named in one line with its path, line, value and what to do. Advice is not an error.
-    Nothing is read but the files: whether buckets and rows exist shows `bagelplane plan`.
+    Nothing is read but the files: whether buckets and files are there shows `bagelplane check`.
 
     Examples:
 
@@ -62,26 +62,10 @@ def check_file(file: str) -> Verdict:
     except InvalidDatasetError as error:
         return Verdict(name, None, error.problems)
     try:
-        refuse_unsupported(dataset, name)
+        refuse_unsupported(dataset, name, registered_types())
     except InvalidDatasetError as error:
-        problems = (*error.problems, *unknown_types(dataset))
-    else:
-        problems = unknown_types(dataset)
-    return Verdict(name, dataset, problems, tuple(give_advice(dataset)))
-
-
-def unknown_types(dataset: BagelDataset) -> tuple[Problem, ...]:
-    """Group types that no source is registered for."""
-    known = registered_types()
-    problems = []
-    for index, group in enumerate(dataset.spec.groups):
-        if group.type not in known:
-            loc = ("spec", "groups", index, "type")
-            near = nearest(group.type, known)
-            fix = f"did you mean `{near}`?" if near else "install the package that registers it"
-            what = f"is no registered type ({', '.join(known)})"
-            problems.append(Problem(loc, what, show(group.type), fix))
-    return tuple(problems)
+        return Verdict(name, dataset, error.problems, tuple(give_advice(dataset)))
+    return Verdict(name, dataset, (), tuple(give_advice(dataset)))
 
 
 def _read(file: str) -> BagelDataset:
