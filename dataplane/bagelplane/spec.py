@@ -244,11 +244,10 @@ def refuse_unsupported(
         problems.append(Problem(loc, "is float32, which this release does not write yet", fix=fix))
     for index, group in enumerate(spec.groups):
         if types is not None and group.type not in types:
-            loc = ("spec", "groups", index, "type")
             near = nearest(group.type, types)
             fix = f"did you mean `{near}`?" if near else "install the package that registers it"
             what = f"is no registered type ({', '.join(types)})"
-            problems.append(Problem(loc, what, show(group.type), fix))
+            problems.append(Problem(("spec", "groups", index, "type"), what, show(group.type), fix))
     if problems:
         raise InvalidDatasetError(source, problems)
 
