@@ -25,6 +25,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,8 @@ def control_plane(work_dir: Path, *, advertise_address: str) -> Iterator[Control
     try:
         with ExitStack() as stack:
 
-            def start(name: str, flags: Mapping[str, object], first: tuple[str, ...] = ()) -> Component:
-                command = [
-                    find_program(name),
-                    *first,
-                    *(f"--{flag}={value}" for flag, value in flags.items()),
-                ]
+            def start(name: str, flags: Mapping[str, object]) -> Component:
+                command = [str(find_program(name)), *(f"--{flag}={value}" for flag, value in flags.items())]
                 # Nothing of it is kept, so nothing needs an orderly end: SIGKILL is quick and sure.
                 process = stack.enter_context(
                     component(name, command, plane.logs_dir / f"{name}.log", stop_by=signal.SIGKILL)
@@ -147,8 +144,8 @@ def control_plane(work_dir: Path, *, advertise_address: str) -> Iterator[Control
             start("kube-scheduler", _scheduler_flags(plane))
             # Pods need these two objects, and the controller manager makes them.
             for made in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):
-                path = f"/api/v1/namespaces/default/{made}"
-                manager.wait_until(f"{path} exists", lambda path=path: _ask(plane, path), _START_SECONDS)
+                asked = partial(_ask, plane, f"/api/v1/namespaces/default/{made}")
+                manager.wait_until(f"{made} exists in default", asked, _START_SECONDS)
             plane.check()
             yield plane
     finally:
