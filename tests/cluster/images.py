@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.cluster.image_store import UNFINISHED, ImageError, ImageStore, cache_folder, opened_store, remove
@@ -58,6 +59,7 @@ USER 65532:65532
 """
 
 
+@cache
 def debian_mirror() -> str:
     """Where apt on this machine gets that release from; empty if it does not, for debootstrap's own default."""
     apt = shutil.which("apt-get")
