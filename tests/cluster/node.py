@@ -177,17 +177,21 @@ def _kube_proxy_arguments(control_plane: ControlPlane) -> list[str]:
 
 
 def _write_corefile(control_plane: ControlPlane, work_dir: Path) -> Path:
-    # Names of other domains do not exist: a refusal would be taken for a fault and asked again.
+    zones = f"{CLUSTER_DOMAIN} in-addr.arpa"
     path = work_dir / "Corefile"
+    # Names of other domains do not exist: a refusal would be taken for a fault and asked again.
     path.write_text(
         f"""\
-. {{
+{zones} {{
     bind {DNS_ADDRESS}
     errors
-    kubernetes {CLUSTER_DOMAIN} in-addr.arpa {{
+    kubernetes {zones} {{
         kubeconfig {control_plane.kubeconfig}
         ttl 1
     }}
+}}
+. {{
+    bind {DNS_ADDRESS}
     template ANY ANY {{
         rcode NXDOMAIN
     }}
