@@ -50,7 +50,8 @@ def _check_resource_quantity(value: object) -> object:
         raise FieldValueError(
             "must be a Kubernetes quantity", fix=f'quote it, as in "{value}", or write 500m'
         )
-    text = str(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value <= MAX_INT64
+    text = str(value) if whole or isinstance(value, str) else ""
     if len(text) > MAX_QUANTITY_CHARACTERS or not re.fullmatch(_QUANTITY, text):
         raise FieldValueError("must be a Kubernetes quantity", fix="write for example 500m, 2 or 8Gi")
     return text
