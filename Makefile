@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-builtin-rules
-.PHONY: help env test test-quick e2e cluster checks services tools lint format docs bench demo verify pins clean
+.PHONY: help env test test-quick e2e cluster checks services tools images lint format docs bench demo verify pins clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -21,7 +21,7 @@ env: .venv/ready ## the environment: .venv, from the pins in constraints/
 	$(call stage,environment,tools/environment.sh)
 
 # pytest is last, so that its closing line ends the output.
-test: checks tools ## everything: environment, checks, all suites
+test: checks images ## everything: environment, checks, all suites
 	@printf '\n== pytest\n'
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
@@ -29,11 +29,11 @@ test-quick: checks services ## the same without what is marked cluster or slow: 
 	@printf '\n== pytest\n'
 	@$(PY) -m pytest -m 'not cluster and not slow' $(PYTEST_ARGS)
 
-e2e: tools ## what needs a cluster, on the one that the tests start
+e2e: images ## what needs a cluster, on the one that the tests start
 	@printf '\n== pytest\n'
 	@$(PY) -m pytest tests/cluster tests/e2e -m cluster $(PYTEST_ARGS)
 
-cluster: tools ## a cluster of one node with all that the tests put into it, until Ctrl-C
+cluster: images ## a cluster of one node with all that the tests put into it, until Ctrl-C
 	@$(PY) -m tests.cluster
 
 checks: .venv/ready
@@ -48,6 +48,10 @@ services: .venv/ready
 
 tools: .venv/ready ## the programs of the tests' cluster: a quarter of an hour, once
 	$(call stage,tools,$(PY) -m tests.tools.programs)
+
+images: tools ## the images of the tests' cluster and what its trainers import: minutes, once
+	$(call stage,images,$(PY) -m tests.cluster.images)
+	$(call stage,trainer environment,$(PY) -m tests.cluster.trainer_environment)
 
 lint: checks ## ruff, mypy in strict mode, import contracts
 

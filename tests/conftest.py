@@ -1,4 +1,4 @@
-"""Settings of every suite. Fixtures live beside the tests that use them."""
+"""Settings of every suite. Fixtures live beside the tests that use them, but for the cluster: two suites share one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["tests.cluster.fixtures"]
 
 # Two shared cores make a deadline of milliseconds a coin toss; a hang still meets pytest's time limit.
 settings.register_profile("bagelplane", deadline=None, suppress_health_check=[HealthCheck.too_slow])
