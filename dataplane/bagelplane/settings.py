@@ -22,9 +22,10 @@ from bagelplane.errors import SpecError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.edit import read_row_group_counts
 from bagelplane.sources.group import StoredGroup
-from bagelplane.sources.registry import STORED_TYPES
+from bagelplane.sources.registry import STORED_TYPES, StoredType
 from bagelplane.sources.tokenizer import load_tokenizer
 from bagelplane.spec import BagelDataset
+from bagelplane.spec import Dataset as ResourceDataset
 from bagelplane.spec import Group as ResourceGroup
 from bagelplane.spec import ImageTransform as ResourceTransform
 from bagelplane.storage import Storage, StorageSettings, open_storage
@@ -77,14 +78,18 @@ class StreamSettings:
 
     def list_units(self, config: GroupConfig) -> list[Any]:
         """All units of a group, before sharding. Raises SpecError for a type that is no stored one."""
-        stored = STORED_TYPES.get(config.type)
-        if stored is None:
-            raise SpecError(
-                f"group {config.name} has the type {config.type}, which a sidecar does not serve yet",
-                expected=f"one of {', '.join(sorted(STORED_TYPES))}",
-                fix="use bagelplane.packing.PackedDataset for registered types",
-            )
-        return stored.list_units(config, self.storage, random.Random())
+        return stored_type(config).list_units(config, self.storage, random.Random())
+
+
+def stored_type(group: GroupConfig | ResourceGroup) -> StoredType:
+    """The source of a group. Raises SpecError for a type that a sidecar does not serve."""
+    if group.type not in STORED_TYPES:
+        raise SpecError(
+            f"group {group.name} has the type {group.type}, which a sidecar does not serve yet",
+            expected=f"one of {', '.join(sorted(STORED_TYPES))}",
+            fix="use bagelplane.packing.PackedDataset for registered types",
+        )
+    return STORED_TYPES[group.type]
 
 
 def open_group(
@@ -139,22 +144,21 @@ def plan_context(
     return PlanContext(encode, images, vae=config.image_transform, vit=vit, frames=config.frames)
 
 
-def _group_config(group: ResourceGroup, storage: Storage) -> GroupConfig:
-    datasets = tuple(
-        DatasetConfig(
-            name=dataset.name,
-            uri=dataset.uri,
-            jsonl_uri=dataset.jsonl_uri or "",
-            images_uri=dataset.images_uri or dataset.uri,
-            row_groups=(
-                read_row_group_counts(storage, dataset.parquet_info_uri, dataset.uri)
-                if dataset.parquet_info_uri
-                else None
-            ),
-            num_used=dataset.num_used_data,
-        )
-        for dataset in group.datasets
+def dataset_config(dataset: ResourceDataset, storage: Storage) -> DatasetConfig:
+    """One data set; its parquet info is read. Raises SpecError or StorageError."""
+    info_uri = dataset.parquet_info_uri
+    return DatasetConfig(
+        name=dataset.name,
+        uri=dataset.uri,
+        jsonl_uri=dataset.jsonl_uri or "",
+        images_uri=dataset.images_uri or dataset.uri,
+        row_groups=read_row_group_counts(storage, info_uri, dataset.uri) if info_uri else None,
+        num_used=dataset.num_used_data,
     )
+
+
+def _group_config(group: ResourceGroup, storage: Storage) -> GroupConfig:
+    datasets = tuple(dataset_config(dataset, storage) for dataset in group.datasets)
     return GroupConfig(
         name=group.name,
         type=group.type,

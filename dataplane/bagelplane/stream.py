@@ -9,9 +9,11 @@ image known as bad, and plans again (STREAM, Plan first).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,14 @@ from bagelplane.engine.profile import AUTOMODEL
 from bagelplane.engine.raw_samples import RawPixels
 from bagelplane.engine.rng import StreamRandom
 from bagelplane.engine.samples import ImageLedger, PlannedImage, newest_bad_images
+from bagelplane.engine.sharding import shard_to_rank, shard_to_worker
 from bagelplane.errors import BagelplaneError, SnapshotError
 from bagelplane.images import ImageError, configure_pillow, resize_into
-from bagelplane.settings import StreamSettings, open_group
-from bagelplane.spec import BagelDataset
+from bagelplane.settings import StreamSettings, dataset_config, open_group, stored_type
+from bagelplane.sources.registry import STORED_TYPES
+from bagelplane.sources.tokenizer import load_tokenizer
+from bagelplane.spec import BagelDataset, Dataset
+from bagelplane.storage import Storage
 from bagelplane.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -383,12 +389,51 @@ def open_worker_stream(
 
 
 def check_sources(dataset: BagelDataset, world_size: int = 1) -> dict[str, int]:
-    """Units by group, after a look at everything that a rank opens at its start: storage, tokenizer, listings.
-
-    Raises what `open_rank_stream` would, so that a wrong resource is refused before a trainer waits for it.
-    """
+    """Units by group, all counted. Raises what `open_rank_stream` would."""
     settings = StreamSettings.from_resource(dataset)
     num_workers = dataset.spec.sharding.workers_per_rank
     for config in settings.groups:
         open_group(settings, config, Topology(0, world_size, num_workers), 0, ImageLedger())
     return {config.name: len(settings.list_units(config)) for config in settings.groups}
+
+
+Look = tuple[str, Callable[[], object]]
+"""A place in the resource, and what looks at what it names: raises what is wrong there."""
+
+
+def source_looks(dataset: BagelDataset, world_size: int, storage: Storage) -> Iterator[Look]:
+    """A look at each thing that a rank opens at its start, to be taken in turn; none depends on an earlier one.
+
+    Of a data set the first file alone is opened, however many there are. What raises there would be refused by
+    `open_rank_stream`, or have every row dropped.
+    """
+    spec = dataset.spec
+    yield "spec.tokenizer", partial(load_tokenizer, storage, spec.tokenizer)
+    num_workers = spec.sharding.workers_per_rank
+    enough = world_size * max(1, num_workers)
+    for number, group in enumerate(spec.groups):
+        place = f"spec.groups[{number}]"
+        if group.type not in STORED_TYPES:
+            yield place, partial(stored_type, group)
+            continue
+        counts: list[int] = []
+        for position, data in enumerate(group.datasets):
+            yield (
+                f"{place}.datasets[{position}]",
+                partial(_look_at, group.type, data, storage, enough, counts),
+            )
+        if len(counts) == len(group.datasets):
+            yield place, partial(_share_out, sum(counts), world_size, num_workers, group.name)
+
+
+def _look_at(kind: str, data: Dataset, storage: Storage, enough: int, counts: list[int]) -> None:
+    counts.append(STORED_TYPES[kind].look(dataset_config(data, storage), storage, enough))
+
+
+def _share_out(count: int, world_size: int, num_workers: int, group: str) -> None:
+    """DataError when not every consumer gets a unit."""
+    units = [str(number) for number in range(count)]
+    part, _ = shard_to_rank(
+        units, rng=random.Random(), epoch_seed=0, rank=0, world_size=world_size, group=group
+    )
+    shard_to_worker(part, num_workers=num_workers, worker_id=0, group=group)

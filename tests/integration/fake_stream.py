@@ -2,14 +2,14 @@
 
 What it shall do wrong is said in the resource's annotations: `fake/fail-at: "7"` (a DataError at step 7),
 `fake/crash-at` (an exception of no kind of ours), `fake/bad-at` (an image found undecodable there),
-`fake/pack-seconds: "0.01"`, `fake/refuse: "text"` (what check_sources says).
+`fake/pack-seconds: "0.01"`, `fake/refuse: "text"` (what a look at its data says).
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,12 @@ def open_rank_stream(
     return FakeStream(dataset, topology, state, known_bad or {}, on_bad_images)
 
 
-def check_sources(dataset: BagelDataset, world_size: int = 1) -> None:
-    refusal = dataset.metadata.annotations.get("fake/refuse")
-    if refusal:
-        raise DataError(refusal, got="nothing", expected="something", fix="another resource")
+def source_looks(
+    dataset: BagelDataset, world_size: int, storage: object
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    def look() -> None:
+        refusal = dataset.metadata.annotations.get("fake/refuse")
+        if refusal:
+            raise DataError(refusal, got="nothing", expected="something", fix="another resource")
+
+    yield "spec.groups[0].datasets[0]", look

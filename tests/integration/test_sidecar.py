@@ -201,7 +201,8 @@ def test_what_makes_serving_impossible_is_said_before_a_trainer_comes(tmp_path: 
     sidecar = Sidecar(tmp_path, dataset)
     assert sidecar.wait() == 5
     text = sidecar.log.read_text()
-    assert "error: nothing below s3://bucket/t2i/; got nothing; expected something. Fix: another" in text
+    assert "error: spec.groups[0].datasets[0]: nothing below s3://bucket/t2i/; got nothing; " in text
+    assert "; expected something. Fix: another" in text
     assert "Traceback" not in text
     assert not sidecar.directory.exists()
 

@@ -36,6 +36,7 @@ class Command:
 
 COMMANDS = (
     Command("validate", "bagelplane.cli.validate:validate", "Check resource files and name every fault."),
+    Command("check", "bagelplane.cli.check:check", "Look at all that a resource names, as run does."),
     Command("plan", "bagelplane.cli.plan:plan", "Fill, mix and drops of the first packs, without decoding."),
     Command("preview", "bagelplane.cli.preview:preview", "A picture of what the model will see."),
     Command("run", "bagelplane.cli.run:run", "Start the sidecar for the trainers on this machine."),

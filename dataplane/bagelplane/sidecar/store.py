@@ -5,13 +5,13 @@ from __future__ import annotations
 from bagelplane.settings import storage_settings
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.spec import BagelDataset, spec_hash
-from bagelplane.storage import open_storage
+from bagelplane.storage import Storage, open_storage
 
 
-def open_snapshot_store(dataset: BagelDataset) -> SnapshotStore | None:
+def open_snapshot_store(dataset: BagelDataset, storage: Storage | None = None) -> SnapshotStore | None:
     """The store at `snapshots.uri`, None without one. Nothing is read yet."""
     uri = dataset.spec.snapshots.uri
     if uri is None:
         return None
-    storage = open_storage(storage_settings(dataset))
+    storage = storage or open_storage(storage_settings(dataset))
     return SnapshotStore(storage, uri, spec_hash(dataset), dataset=dataset.metadata.name)

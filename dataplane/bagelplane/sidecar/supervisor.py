@@ -10,13 +10,14 @@ import asyncio
 import logging
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from bagelplane.errors import SnapshotError, SpecError, StorageError, TransientStorageError
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
-from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup, load_factory
+from bagelplane.sidecar.examination import Examination, examine
+from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
 from bagelplane.sidecar.rank import Progress, RankServer, RankStoppedError, StartingPoint
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.session import BusyError, Session
@@ -24,7 +25,6 @@ from bagelplane.sidecar.sizing import decode_threads
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
 from bagelplane.sidecar.status import StatusServer
-from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.spec_memory import ring_bytes
 
@@ -56,14 +56,6 @@ class SidecarSettings:
     """Trainers of other users may attach: the directory is reached by this pod alone."""
     stream_factory: str = DEFAULT_STREAM_FACTORY
     log_level: int = logging.INFO
-
-
-@dataclass(slots=True)
-class _Start:
-    """What is found out before a trainer attaches."""
-
-    store: SnapshotStore | None = None
-    known_bad: dict[str, str] = field(default_factory=dict)
 
 
 def run_sidecar(dataset: BagelDataset, settings: SidecarSettings) -> int:
@@ -105,8 +97,8 @@ class Supervisor:
         if not preparing.done():
             preparing.cancel()
             return 0
-        start = preparing.result()
-        self._store, self._known_bad = start.store, start.known_bad
+        found = preparing.result()
+        self._store, self._known_bad = found.store, found.known_bad
         self.snapshots = SnapshotWriter(self._store, self.dataset.spec.snapshots.keep_last)
         server = await serve_unix(self._serve, self._directory.bind())
         status = StatusServer(self, self.settings.status_host, self.settings.status_port)
@@ -127,20 +119,20 @@ class Supervisor:
 
     # -- before a trainer attaches
 
-    def _prepare(self) -> _Start:
-        """Looks at everything that the resource names. Runs in a thread."""
-        module, _ = load_factory(self.settings.stream_factory)
-        check_sources = getattr(module, "check_sources", None)
-        if check_sources is not None:
-            check_sources(self.dataset, max(1, self.settings.world_size))
-        start = _Start(store=open_snapshot_store(self.dataset))
-        if start.store is not None:
-            start.store.check_owner()
-            start.store.check_writable()
-            start.known_bad = start.store.load_known_bad()
-            if isinstance(self.settings.resume, int):
-                start.store.nearest(self.settings.resume)
-        return start
+    def _prepare(self) -> Examination:
+        """Looks at everything that the resource names, and raises the first thing wrong. Runs in a thread."""
+        settings = self.settings
+        found = examine(
+            self.dataset,
+            world_size=max(1, settings.world_size),
+            resume=settings.resume,
+            stream_factory=settings.stream_factory,
+        )
+        for error in found.problems[1:]:
+            log.error("%s", error)
+        if found.problems:
+            raise found.problems[0]
+        return found
 
     # -- attaching
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import re
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from bagelplane.engine.rng import Draws
 from bagelplane.engine.samples import (
@@ -19,13 +21,15 @@ from bagelplane.engine.samples import (
 )
 from bagelplane.errors import DataError
 from bagelplane.images import ImageError
-from bagelplane.sources.config import GroupConfig
+from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.stored_image import StoredImage
 from bagelplane.sources.video_frames import video_frames
 from bagelplane.storage import ObjectMissingError, Storage, UnusableNameError, join_uri
 
 # A row's name leads to no file: such a row is dropped. Whatever else a store says ends the stream.
 _NO_FILE = (ObjectMissingError, UnusableNameError)
+_ROWS_LOOKED_AT, _ROWS_SOUGHT, _NAMES_SOUGHT = 100, 3, 8
+_CHUNK_BYTES, _LONGEST_LINE_BYTES = 1024 * 1024, 8 * 1024 * 1024
 _FRAME_NUMBER = re.compile(r"_(\d+)\.jpg$")
 
 
@@ -44,6 +48,65 @@ def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> lis
             rng.shuffle(lines)
         units += [(line, dataset.images_uri) for line in lines[: dataset.num_used]]
     return units
+
+
+def look(dataset: DatasetConfig, storage: Storage, enough: int) -> int:
+    """Looks at the first rows and for their images; how many lines there are, counted to `enough`.
+
+    Raises DataError when none of the rows is a conversation, or the folder has none of their images.
+    """
+    limit = min(enough, sys.maxsize if dataset.num_used is None else dataset.num_used)
+    count, lines = 0, list[str]()
+    with (
+        storage.open_binary(dataset.jsonl_uri) as file,
+        io.BufferedReader(cast(Any, file), _CHUNK_BYTES) as text,
+    ):
+        while count < max(limit, _ROWS_LOOKED_AT) and (line := text.readline(_LONGEST_LINE_BYTES)):
+            count += 1
+            if len(lines) < _ROWS_LOOKED_AT:
+                lines.append(line.decode("utf-8", "surrogateescape"))
+    rows = [row for row in map(_conversation_of, lines) if row is not None]
+    if lines and not rows:
+        raise DataError(
+            f"{dataset.jsonl_uri} begins with no conversation",
+            got=f"{len(lines)} lines without one, the first: {lines[0][:60].strip()!a}",
+            expected='a JSON object a line, as {"image": ..., "conversations": [...]}',
+            fix="correct `jsonl`, or write the file anew",
+        )
+    _look_for_images(rows, dataset, storage)
+    return min(count, limit)
+
+
+def _conversation_of(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("conversations"), list) else None
+
+
+def _look_for_images(rows: list[dict[str, Any]], dataset: DatasetConfig, storage: Storage) -> None:
+    """DataError when no image or video of the first rows that have some is where it should be."""
+    folder = ImageFolder(storage, dataset.images_uri)
+    sought: list[str] = []
+    for names in [names for row in rows if (names := _names_in(row))][:_ROWS_SOUGHT]:
+        for name in names:
+            if folder.has(name):
+                return
+            sought.append(name)
+    if sought:
+        raise DataError(
+            f"the folder {dataset.images_uri} has no image of the first rows of {dataset.jsonl_uri}",
+            got=f"nothing called {sought[0][:200]!a}" + (f" or {sought[-1][:200]!a}" if sought[1:] else ""),
+            expected="the images that the rows name, below that folder",
+            fix="correct `images`: names are joined to it as they are",
+        )
+
+
+def _names_in(row: dict[str, Any]) -> list[str]:
+    names = row.get("image", row.get("video", []))
+    names = names if isinstance(names, list) else [names]
+    return [name for name in names if isinstance(name, str)][:_NAMES_SOUGHT]
 
 
 class ConversationReader:
@@ -105,6 +168,16 @@ class ImageFolder:
             raise UnreadableImage(f"{uri}: a folder lies among the frames, {children.folders[0]}")
         files = sorted(info.uri for info in children.files)
         return [self._stored(file) for file in sorted(files, key=_frame_number)]
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file or (with a slash at its end) a folder of frames with something in it."""
+        try:
+            uri = self._join(name)
+            if uri.endswith("/"):
+                return bool(self._storage.list_all(uri).files)
+            return self._storage.exists(uri)
+        except (UnreadableImage, *_NO_FILE):
+            return False
 
     def _join(self, name: str) -> str:
         try:

@@ -13,13 +13,26 @@ from bagelplane.engine.samples import EditRow, PlanContext, RowDropped, Sample, 
 from bagelplane.engine.sharding import repeat_to_count
 from bagelplane.errors import SpecError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
-from bagelplane.sources.parquet import Column, ParquetReader, list_parquet
+from bagelplane.sources.parquet import (
+    Column,
+    ColumnKind,
+    ParquetReader,
+    check_columns,
+    is_bytes,
+    is_list,
+    list_parquet,
+)
 from bagelplane.sources.text_to_image import image_of_value
 from bagelplane.storage import Storage, join_uri
 
 log = logging.getLogger(__name__)
 
-_COLUMNS = ["image_list", "instruction_list"]
+_COLUMNS = {
+    "image_list": ColumnKind(
+        "a list of encoded images a row (list<binary>)", lambda kind: is_list(kind, is_bytes)
+    ),
+    "instruction_list": ColumnKind("a list of phrasings for each step (list<list<string>>)", is_list),
+}
 
 
 def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> list[Any]:
@@ -33,9 +46,21 @@ def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> li
     return units
 
 
+def look(dataset: DatasetConfig, storage: Storage, enough: int) -> int:
+    """Looks into the first file; how many units there are, counted to `enough`. Raises DataError."""
+    files = list_parquet(storage, dataset.uri)
+    check_columns(storage, files[0], _COLUMNS)
+    reader, counts, count = ParquetReader(storage, list(_COLUMNS)), dataset.row_groups, 0
+    for file in repeat_to_count(files, len(files) if dataset.num_used is None else dataset.num_used):
+        count += reader.num_row_groups(file) if counts is None else counts.get(file, 0)
+        if count >= enough:
+            break  # of the other files no footer need be read
+    return count
+
+
 def _row_group_counts(dataset: DatasetConfig, files: list[str], storage: Storage) -> dict[str, int]:
     if dataset.row_groups is None:
-        reader = ParquetReader(storage, _COLUMNS)
+        reader = ParquetReader(storage, list(_COLUMNS))
         return {file: reader.num_row_groups(file) for file in files}
     unknown = sorted(set(files) - set(dataset.row_groups))
     if unknown:
@@ -74,7 +99,7 @@ class EditReader:
     """One block a unit; `data_indexes` are [unit, row in its row group]."""
 
     def __init__(self, config: GroupConfig, storage: Storage) -> None:
-        self._parquet = ParquetReader(storage, _COLUMNS)
+        self._parquet = ParquetReader(storage, list(_COLUMNS))
 
     def read_block(self, unit: tuple[str, int], block: int) -> EditBlock | None:
         if block > 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +31,62 @@ def list_parquet(storage: Storage, uri: str) -> list[str]:
     return files
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnKind:
+    """What a column has to hold. `fits` judges its Arrow type; with another one no row of it could be used."""
+
+    text: str
+    fits: Callable[[pa.DataType], bool]
+
+
+def check_columns(storage: Storage, uri: str, kinds: Mapping[str, ColumnKind]) -> None:
+    """Reads one file's footer. Raises DataError when it is no Parquet, or its columns are others."""
+    schema = ParquetReader(storage, list(kinds)).schema(uri)
+    for name, kind in kinds.items():
+        found = schema.field(name).type
+        if not kind.fits(found):
+            raise DataError(
+                f"the column {name} of {uri} holds something else",
+                got=str(found)[:200],
+                expected=kind.text,
+                fix="write the column so, or take the file out of the folder",
+            )
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Whether values come out as bytes."""
+    kind = _plain(kind)
+    return any(
+        check(kind) for check in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    ) or kind in _views("binary_view")
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values come out as texts, or as bytes that may be read as such."""
+    plain = _plain(kind)
+    is_string = pa.types.is_string(plain) or pa.types.is_large_string(plain)
+    return is_string or plain in _views("string_view") or is_bytes(kind)
+
+
+def is_list(kind: pa.DataType, holds: Callable[[pa.DataType], bool] = lambda _: True) -> bool:
+    """Whether values come out as lists of what `holds` takes."""
+    kind = _plain(kind)
+    checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(check(kind) for check in checks) and holds(kind.value_type)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _views(name: str) -> list[pa.DataType]:
+    # Younger than the oldest pyarrow that we run with.
+    make = getattr(pa, name, None)
+    return [make()] if make is not None else []
+
+
 class ParquetReader:
     """Row groups of files, the needed columns only. Keeps a few files open; used by one thread."""
 
@@ -39,6 +96,9 @@ class ParquetReader:
         # Streams are dropped rather than closed (a drop-in iterator has no end); their files go with them.
         weakref.finalize(self, _close_all, self._files)
         self._process = os.getpid()
+
+    def schema(self, uri: str) -> pa.Schema:
+        return self._open(uri).schema_arrow
 
     def num_row_groups(self, uri: str) -> int:
         return int(self._open(uri).num_row_groups)

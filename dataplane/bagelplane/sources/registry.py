@@ -15,7 +15,7 @@ from typing import Any
 
 from bagelplane.errors import SpecError
 from bagelplane.sources import conversation, edit, text_to_image
-from bagelplane.sources.config import GroupConfig
+from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.group import UnitReader
 from bagelplane.storage import Storage
 
@@ -28,12 +28,15 @@ class StoredType:
 
     list_units: Callable[[GroupConfig, Storage, random.Random], list[Any]]
     open_reader: Callable[[GroupConfig, Storage], UnitReader]
+    look: Callable[[DatasetConfig, Storage, int], int]
+    """Opens a data set's first file and raises DataError if it is of another kind: each of its rows would be
+    dropped. Gives the number of units, exact below the number that is enough."""
 
 
 STORED_TYPES = {
-    "t2i_pretrain": StoredType(text_to_image.list_units, text_to_image.TextToImageReader),
-    "unified_edit": StoredType(edit.list_units, edit.EditReader),
-    "vlm_sft": StoredType(conversation.list_units, conversation.ConversationReader),
+    "t2i_pretrain": StoredType(text_to_image.list_units, text_to_image.TextToImageReader, text_to_image.look),
+    "unified_edit": StoredType(edit.list_units, edit.EditReader, edit.look),
+    "vlm_sft": StoredType(conversation.list_units, conversation.ConversationReader, conversation.look),
 }
 _registered: dict[str, type] = {}
 

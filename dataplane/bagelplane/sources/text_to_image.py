@@ -16,10 +16,23 @@ from bagelplane.engine.samples import (
     plan_text_to_image,
 )
 from bagelplane.engine.sharding import repeat_to_count
-from bagelplane.sources.config import GroupConfig
-from bagelplane.sources.parquet import Column, ParquetReader, list_parquet
+from bagelplane.sources.config import DatasetConfig, GroupConfig
+from bagelplane.sources.parquet import (
+    Column,
+    ColumnKind,
+    ParquetReader,
+    check_columns,
+    is_bytes,
+    is_text,
+    list_parquet,
+)
 from bagelplane.sources.stored_image import StoredImage
 from bagelplane.storage import Storage
+
+_COLUMNS = {
+    "image": ColumnKind("an encoded image a row (binary)", is_bytes),
+    "captions": ColumnKind("a JSON object of captions a row, as text (string)", is_text),
+}
 
 
 def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> list[Any]:
@@ -31,11 +44,18 @@ def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> li
     return units
 
 
+def look(dataset: DatasetConfig, storage: Storage, _enough: int) -> int:
+    """Looks into the first file; how many units there are. Raises DataError for what is no such file."""
+    files = list_parquet(storage, dataset.uri)
+    check_columns(storage, files[0], _COLUMNS)
+    return len(files) if dataset.num_used is None else dataset.num_used
+
+
 class TextToImageReader:
     """Row groups of a file are blocks; `data_indexes` are [file, row group, row]."""
 
     def __init__(self, config: GroupConfig, storage: Storage) -> None:
-        self._parquet = ParquetReader(storage, ["image", "captions"])
+        self._parquet = ParquetReader(storage, list(_COLUMNS))
 
     def read_block(self, unit: str, block: int) -> TextToImageBlock | None:
         table = self._parquet.read_row_group(unit, block)

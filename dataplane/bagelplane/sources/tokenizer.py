@@ -28,26 +28,25 @@ def load_tokenizer(
             fix="name the tokenizer.json of the model",
         ) from None
     names = settings.special_tokens
-    tokens = SpecialTokens(
-        bos=_token_id(tokenizer, "bos", names.bos),
-        eos=_token_id(tokenizer, "eos", names.eos),
-        start_of_image=_token_id(tokenizer, "startOfImage", names.start_of_image),
-        end_of_image=_token_id(tokenizer, "endOfImage", names.end_of_image),
-    )
-    return text_encoder(tokenizer), tokens
-
-
-def _token_id(tokenizer: Tokenizer, field: str, token: str | int) -> int:
-    if isinstance(token, int):
-        return token
-    token_id = tokenizer.token_to_id(token)
-    if token_id is None:
+    wanted = {"bos": names.bos, "eos": names.eos}
+    wanted |= {"startOfImage": names.start_of_image, "endOfImage": names.end_of_image}
+    ids, missing = dict[str, int](), dict[str, str | int]()
+    for field, token in wanted.items():
+        token_id = token if isinstance(token, int) else tokenizer.token_to_id(token)
+        if token_id is None:
+            missing[field] = token
+        else:
+            ids[field] = token_id
+    if missing:
         raise SpecError(
-            f"spec.tokenizer.specialTokens.{field}: {token!r} is not in the tokenizer",
-            got=f"a vocabulary of {tokenizer.get_vocab_size()} tokens without it",
-            fix="write a token that the tokenizer has, or the id itself",
+            f"spec.tokenizer.specialTokens.{', '.join(missing)}: {', '.join(map(repr, missing.values()))} "
+            f"{'is' if len(missing) == 1 else 'are'} not in the tokenizer",
+            got=f"a vocabulary of {tokenizer.get_vocab_size()} tokens without",
+            fix="write tokens that the tokenizer has, or the ids themselves",
         )
-    return int(token_id)
+    return text_encoder(tokenizer), SpecialTokens(
+        ids["bos"], ids["eos"], start_of_image=ids["startOfImage"], end_of_image=ids["endOfImage"]
+    )
 
 
 def text_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
