@@ -25,10 +25,12 @@ def create_cgroup() -> None:
     for hierarchy in hierarchies:
         folder = hierarchy / CGROUP
         try:
+            if hierarchy == _ROOT:
+                (hierarchy / "cgroup.subtree_control").write_text("+cpu +cpuset +memory +pids")
             folder.mkdir()
-            for name in ("cpuset.cpus", "cpuset.mems"):
-                # Version 1 starts with empty sets, in which nothing may run.
-                if hierarchy.name == "cpuset":
+            if hierarchy.name == "cpuset":
+                # A new group's sets are empty in version 1, and nothing may run in it.
+                for name in ("cpuset.cpus", "cpuset.mems"):
                     (folder / name).write_text((hierarchy / name).read_text())
         except OSError as error:
             raise ClusterError(

@@ -77,6 +77,8 @@ def connect_node(inside: Namespaces) -> None:
         "net.ipv4.conf.all.send_redirects=0",
         "net.ipv4.conf.default.send_redirects=0",
     ]
+    if not Path("/proc/sys/net/bridge").exists():
+        run_command(["modprobe", "br_netfilter"])  # for the whole machine, as Kubernetes asks of any node
     for setting in settings:
         name, _, value = setting.partition("=")
         # No sysctl: it is not installed everywhere.

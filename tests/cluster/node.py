@@ -9,6 +9,7 @@ however that ends, and a next run removes the empty control group and the folder
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -31,6 +32,8 @@ from tests.tools.programs import find_program
 
 _PAUSE = "pause"
 _EVICTION_SIGNALS = ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+_PROXY_HEALTH_PORT = 10256
+_DNS_READY_PORT = 8181
 _READY_SECONDS = 90.0  # it takes a few on two free cores
 
 
@@ -96,11 +99,9 @@ def node(
         import_image(inside, pause)
         it = Node(NODE_NAME, NODE_ADDRESS, inside, (runtime, kubelet, proxy, dns))
 
-        def seen() -> str:
-            it.check()
-            return _why_not_ready(control_plane)
-
-        kubelet.wait_until("the node is Ready and takes pods", seen, _READY_SECONDS)
+        kubelet.wait_until("the node is Ready", lambda: _why_not_ready(control_plane), _READY_SECONDS)
+        proxy.wait_until("it answers 200", lambda: _ask(_PROXY_HEALTH_PORT, "/healthz"), _READY_SECONDS)
+        dns.wait_until("it knows the services", lambda: _ask(_DNS_READY_PORT, "/ready"), _READY_SECONDS)
         yield it
 
 
@@ -171,7 +172,7 @@ def _kube_proxy_arguments(control_plane: ControlPlane) -> list[str]:
         "--proxy-mode=iptables",
         "--conntrack-max-per-core=0",  # the machine's table is the machine's affair
         "--oom-score-adj=0",
-        "--healthz-bind-address=127.0.0.1:10256",
+        f"--healthz-bind-address={NODE_ADDRESS}:{_PROXY_HEALTH_PORT}",
         "--metrics-bind-address=127.0.0.1:10249",
     ]
 
@@ -184,6 +185,7 @@ def _write_corefile(control_plane: ControlPlane, work_dir: Path) -> Path:
         f"""\
 {zones} {{
     bind {DNS_ADDRESS}
+    ready {DNS_ADDRESS}:{_DNS_READY_PORT}
     errors
     kubernetes {zones} {{
         kubeconfig {control_plane.kubeconfig}
@@ -210,3 +212,16 @@ def _why_not_ready(control_plane: ControlPlane) -> str:
     if not ready or ready[0]["status"] != "True":
         return f"its condition Ready is {ready}"
     return f"its taints are {taints}" if (taints := answer["spec"].get("taints")) else ""
+
+
+def _ask(port: int, path: str) -> str:
+    connection = http.client.HTTPConnection(NODE_ADDRESS, port, timeout=2)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read().decode(errors="replace")
+        return "" if answer.status == 200 else f"status {answer.status}: {body[:500]}"
+    except http.client.HTTPException as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
