@@ -28,6 +28,7 @@ Loc = tuple[str | int, ...]
 MAX_DOCUMENT_CHARACTERS = 1_000_000  # etcd takes 1.5 MB an object; a longer file is not a resource
 MAX_DOCUMENT_NODES = 50_000  # counted after aliases are expanded, so that a few lines cannot fill the memory
 _SHOWN_VALUE_CHARACTERS = 60
+_MAX_FINDINGS = 200  # each is compared with the names of fields; nobody reads on
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +286,17 @@ class _Walk:
 def problems_of(error: ValidationError, root: type[SpecModel], lines: Mapping[Loc, int]) -> list[Problem]:
     """Every finding of `error` as a Problem, in the order of the text where lines are known."""
     found: list[Problem] = []
-    for details in error.errors(include_url=False):
+    findings = error.errors(include_url=False)
+    for details in findings[:_MAX_FINDINGS]:
         found.extend(_translate(details, root))
     located = [
         Problem(problem.loc, problem.what, problem.got, problem.fix, _line_of(problem.loc, lines))
         for problem in found
     ]
-    return sorted(located, key=lambda problem: problem.line)
+    located.sort(key=lambda problem: problem.line)
+    if len(findings) > _MAX_FINDINGS:
+        located.append(Problem((), f"has {len(findings) - _MAX_FINDINGS} problems more, correct these first"))
+    return located
 
 
 def _line_of(loc: Loc, lines: Mapping[Loc, int]) -> int:

@@ -636,3 +636,8 @@ def test_a_damaged_text_is_valid_or_a_spec_error(start: int, length: int, insert
         BagelDataset.from_yaml(text)
     except SpecError as error:
         assert str(error)  # noqa: PT017  (either outcome is right; the message must come out)
+
+
+def test_a_resource_of_nothing_but_faults_is_answered_in_time() -> None:
+    with pytest.raises(SpecError, match=r"201 problems(.|\n)*has 99802 problems more, correct these first$"):
+        BagelDataset.from_mapping({"apiVersion": "x", **{f"field{n}": n for n in range(99_998)}})
