@@ -6,9 +6,9 @@ import os
 import time
 from pathlib import Path
 
+from tests.cluster.addresses import CGROUP
 from tests.cluster.processes import ClusterError
 
-CGROUP = "bagelplane-test"
 _ROOT = Path("/sys/fs/cgroup")
 _GONE_SECONDS = 10.0
 

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tests.cluster.addresses import NUMBER
 from tests.cluster.processes import ClusterError
 
-_STATE = Path("/run/bagelplane-test-cluster.json")
+_STATE = Path(f"/run/bagelplane-test-cluster-{NUMBER}.json")
 _POLL_SECONDS = 0.2
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.addresses import CLUSTER_DOMAIN, DNS_ADDRESS, NODE_ADDRESS, NODE_NAME
-from tests.cluster.cgroups import CGROUP, create_cgroup, remove_cgroup
+from tests.cluster.addresses import CGROUP, CLUSTER_DOMAIN, DNS_ADDRESS, NODE_ADDRESS, NODE_NAME
+from tests.cluster.cgroups import create_cgroup, remove_cgroup
 from tests.cluster.containerd import SOCKET, containerd, import_image
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.images import image_archives, image_tag
