@@ -59,6 +59,7 @@ def _set_up_logging(log_level: str) -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     # Its accounts of each object and handler are of use to those who look into it alone.
     logging.getLogger("kopf").setLevel(logging.DEBUG if level <= logging.DEBUG else logging.WARNING)
+    logging.getLogger("kubernetes").setLevel(logging.ERROR)  # what it warns of, our error says
 
 
 def main() -> None:

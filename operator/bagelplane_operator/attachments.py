@@ -87,7 +87,7 @@ def _sidecar_state(pod: Mapping[str, Any]) -> tuple[bool, str]:
             continue
         state = container.get("state") or {}
         waiting = state.get("waiting") or {}
-        if state.get("running"):
+        if state.get("running") is not None:
             return True, ""
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             words = " ".join(f"{waiting['reason']} {waiting.get('message') or ''}".split())

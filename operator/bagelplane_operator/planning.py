@@ -204,7 +204,7 @@ class _Step:
         if current is None:
             return [Create(wanted)], None
         if not self._is_as_wanted(current, wanted):
-            return [_delete("ConfigMap", current)], CHECK_POLL_SECONDS
+            return [_delete("ConfigMap", current), Create(wanted)], None
         others = [manifest for manifest in found if manifest is not current]
         in_use = {pod.revision for pod in self.observed.pods if pod.holds_config and pod.revision}
         unused = [other for other in others if _revision(other) not in in_use]
@@ -226,7 +226,7 @@ class _Step:
         actions: list[Create | Delete] = [_delete("Job", job) for job in jobs if job is not newest]
         if newest is None:
             actions.insert(0, self._create_check(1))
-            return actions, settled or Finding(Reason.CHECKING, CHECKING_MESSAGE), CHECK_POLL_SECONDS
+            return actions, Finding(Reason.CHECKING, CHECKING_MESSAGE), CHECK_POLL_SECONDS
         outcome = read_outcome(newest, self.observed.check_pods, self.observed.warnings, self.now)
         attempt = attempt_of(newest)
         finding = _hold(outcome, attempt, settled)
@@ -237,8 +237,8 @@ class _Step:
         due = outcome.finished + timedelta(seconds=pause_seconds(attempt))
         if self.now < due:
             return actions, finding, (due - self.now).total_seconds()
-        # The one before goes at the next look, so that the count is never lost between the two.
-        return [self._create_check(attempt + 1), *actions], finding, CHECK_POLL_SECONDS
+        # Made before the one before is deleted: the count is never lost between the two.
+        return [self._create_check(attempt + 1), *actions, _delete("Job", newest)], finding, CHECK_POLL_SECONDS
 
     def _create_check(self, attempt: int) -> Create:
         return Create(build_check_job(self.dataset, self.owner, self.default_image, attempt))

@@ -19,7 +19,8 @@ MAX_AT_ONCE = 32
 class Poller:
     """Use it as an asynchronous context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = naming.STATUS_PORT) -> None:
+        self._port = port
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
         self._session: aiohttp.ClientSession | None = None
 
@@ -60,7 +61,7 @@ class Poller:
         """The body of the answer. Raises ValueError for one that is none of a sidecar, and what aiohttp raises."""
         assert self._session is not None
         host = f"[{address}]" if ":" in address else address
-        url = f"http://{host}:{naming.STATUS_PORT}{naming.STATUS_PATH}"
+        url = f"http://{host}:{self._port}{naming.STATUS_PATH}"
         # No redirects: a pod could point the operator at addresses that only the operator reaches.
         async with self._session.get(url, allow_redirects=False) as response:
             if response.status != 200:
