@@ -69,7 +69,7 @@ demo: .venv/ready ## data over S3 into two trainers, a kill, a resume, the same 
 	@.venv/bin/bagelplane demo
 
 verify: .venv/ready ## generated files are what the sources say
-	$(call stage,docs tables,$(PY) -m bagelplane.cli.reference --check)
+	$(call stage,generated files,$(PY) -m bagelplane.cli.reference --check)
 
 COMPILE := tools/environment.sh uv pip compile --python $(PY) --quiet --universal --python-version 3.11 \
 	--fork-strategy fewest --generate-hashes --no-emit-index-url --no-header --no-annotate \
