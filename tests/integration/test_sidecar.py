@@ -470,6 +470,29 @@ def test_sigterm_ends_the_sidecar_while_trainers_wait_for_a_producer_that_crashe
     assert "Traceback" not in sidecar.log.read_text().partition("asked to stop")[2]
 
 
+def test_sigterm_lets_every_connection_end_though_no_rank_holds_the_sidecar_up(start: Start) -> None:
+    """Without a producer to wait for, the loop ended before the connections did: a traceback for each."""
+    sidecar = start(make_dataset(snapshots=None))
+    clients = [RawClient(sidecar.directory) for _ in range(20)]
+    try:
+        for client in clients[:10]:
+            client.send(Hello(1, "raw"))
+            client.receive(Welcome)
+        assert sidecar.terminate() == 0
+        for client in clients[:10]:
+            error = client.receive(Error)
+            assert isinstance(error, Error)
+            assert (error.message, error.fatal) == ("the sidecar ends", False)
+            with pytest.raises(ConnectionError):
+                client.receive(Error)
+    finally:
+        for client in clients:
+            client.messages.close()
+    text = sidecar.log.read_text().partition("asked to stop")[2]
+    assert "Exception" not in text
+    assert "Traceback" not in text
+
+
 @pytest.mark.slow
 def test_sigterm_ends_within_the_grace_period_when_the_store_is_away(start: Start, tmp_path: Path) -> None:
     snapshots = tmp_path / "snapshots"

@@ -28,6 +28,7 @@ from bagelplane.sidecar.status import StatusServer
 from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.spec_memory import ring_bytes
 
+_GOODBYE_SECONDS = 0.5
 TAKE_OVER_SECONDS = 5.0
 """How long a rank's new client waits for the end of the one before it."""
 
@@ -83,7 +84,7 @@ class Supervisor:
         self._wanted_steps: set[int] = set()
         self._locks: dict[int, asyncio.Lock] = {}
         self._topology_lock = asyncio.Lock()
-        self._sessions: set[Session] = set()
+        self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self.snapshots: SnapshotWriter
 
@@ -138,13 +139,15 @@ class Supervisor:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session = Session(self, reader, writer)
-        self._sessions.add(session)
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._sessions[session] = task
         try:
             await session.run()
         except Exception:
             log.exception("%s: its session failed", session.client)
         finally:
-            self._sessions.discard(session)
+            del self._sessions[session]
 
     def describe(self, local_rank: int) -> str:
         """What somebody who attaches waits for."""
@@ -389,6 +392,9 @@ class Supervisor:
             session.drop("the sidecar ends")
         await asyncio.gather(*(server.stop() for server in self.servers.values()))
         await status.stop()
+        if self._sessions:
+            # What they were told last is on its way; the loop's end would cut it off.
+            await asyncio.wait(self._sessions.values(), timeout=_GOODBYE_SECONDS)
         log.info("ended %.1f s before the deadline", deadline - time.monotonic())
 
     # -- status
