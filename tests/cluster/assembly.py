@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,7 @@ class Cluster:
     say: Say
     plane: ControlPlane | None = None
     node: Node | None = None
+    archives: Mapping[str, Path] = field(default_factory=dict)
     failures: int = 0
     _is_installed: bool = False
     _loaded: set[str] = field(default_factory=set)
@@ -71,13 +72,12 @@ class Cluster:
                 part.check()
 
     def load_images(self, *names: str) -> None:
-        """Gives the node images of images.py, built before if need be. Another's cluster is to have them."""
-        missing = [name for name in names if name not in self._loaded]
-        if self.node and missing:
-            for name, archive in image_archives(missing, self.say).items():
+        """Gives the node some of the images of images.py. Another's cluster is to have them."""
+        for name in names:
+            if self.node and name not in self._loaded:
                 with _told(f"loading the image {name}", self.say):
-                    self.node.load_image(archive)
-        self._loaded |= set(missing)
+                    self.node.load_image(self.archives[name])
+                self._loaded.add(name)
 
     def install(self) -> None:
         """Kubeflow's training operator and our chart, as users have them. Once: a second time does nothing."""
@@ -131,7 +131,7 @@ def _work_dir() -> Path:
 def _own_cluster(work_dir: Path, say: Say) -> Iterator[Cluster]:
     # What takes minutes comes before all that others may wait for.
     find_programs(say=say)
-    image_archives(say=say)
+    archives = image_archives(say=say)
     with whole_machine(work_dir, wait_seconds=_OTHERS_USE_SECONDS), _cleared_folder(work_dir) as clear:
         began = time.monotonic()
         with (
@@ -140,7 +140,7 @@ def _own_cluster(work_dir: Path, say: Say) -> Iterator[Cluster]:
             node(plane, work_dir / "node") as the_node,
             serve_versitygw(work_dir / "s3", address=HOST_ADDRESS, say=say) as server,
         ):
-            cluster = Cluster(Kubectl(plane.kubeconfig), server, work_dir, say, plane, the_node)
+            cluster = Cluster(Kubectl(plane.kubeconfig), server, work_dir, say, plane, the_node, archives)
             cluster.load_images("pause")
             _publish(cluster, HOST_ADDRESS)
             say(f"the cluster was up after {time.monotonic() - began:.1f} s; logs are in {cluster.logs_dir}")
