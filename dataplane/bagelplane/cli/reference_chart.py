@@ -38,8 +38,7 @@ def _build_crd_template() -> str:
     crd["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
     crd["metadata"]["labels"] = "LABELS"
     text = _dump(crd)
-    if "{{" in text:
-        raise AssertionError("a description would be taken for a template of Helm's")
+    assert "{{" not in text, "a description would be taken for a template of Helm's"
     labels = '\n    {{- include "bagelplane.labels" . | nindent 4 }}'
     text = text.replace(" LABELS\n", f"{labels}\n")
     return f"{{{{- /* {_ORIGIN} */ -}}}}\n{{{{- if .Values.crds.install }}}}\n{text}{{{{- end }}}}\n"
