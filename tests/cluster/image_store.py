@@ -1,22 +1,13 @@
-"""buildah with its storage in the user's cache, fed by the package sources that this machine is set up for.
-
-Everything lies in `$XDG_CACHE_HOME/bagelplane/images/`. A run that was killed leaves there at most unfinished files,
-mounts and working containers; the next one, which holds the lock by then, removes them.
-"""
+"""buildah with its storage in the build cache, fed by the package sources that this machine is set up for."""
 
 from __future__ import annotations
 
 import configparser
-import contextlib
-import fcntl
 import os
-import shutil
-import signal
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
+from tests.cluster.build_cache import BuildCache, ImageError
 from tests.tools.programs import find_program
 
 # Where Debian's programs, pip among them, look for certificates.
@@ -28,25 +19,19 @@ _PIP_SETTINGS = {
     "trusted-host": ("PIP_TRUSTED_HOST",),
     "proxy": ("PIP_PROXY",),
 }
-UNFINISHED = ".unfinished"
-
-
-class ImageError(Exception):
-    """An image is not to be had; the message says what to do."""
 
 
 class ImageStore:
-    """Builds images and writes archives. Made by `opened_store`, which holds the lock."""
+    """Builds images and writes archives, for as long as we have the cache."""
 
-    def __init__(self, folder: Path, lock: IO[str], say: Callable[[str], None]) -> None:
-        self.folder = folder
-        self.say = say
-        self._lock = lock
-        self._volumes = machine_volumes(folder)
-        for name in ("logs", "pip-cache", "tmp"):
-            (folder / name).mkdir(exist_ok=True)
+    def __init__(self, cache: BuildCache) -> None:
+        if os.geteuid() != 0:
+            raise ImageError("debootstrap and buildah build the images, and need root here. Fix: run as root")
+        self._cache = cache
+        self._volumes = machine_volumes(cache.folder)
+        self._buildah_path = str(find_program("buildah", cache.say))
         self._driver = "overlay"
-        if self._buildah("info", check=False).returncode:
+        if self._buildah("info", check=False):
             self._driver = "vfs"  # copies whole images for each layer, but needs nothing of the kernel
         self._buildah("rm", "--all")
 
@@ -56,19 +41,17 @@ class ImageStore:
         options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
         options += [f"--target={target}"] if target else []
         options += [f"--volume={volume}" for volume in self._volumes]
-        self._buildah(
-            "bud", "--isolation=chroot", "--layers", "--pull-never", *options,
-            f"--file={dockerfile}", f"--tag={tag}", str(context),
-        )  # fmt: skip
+        options += ["--isolation=chroot", "--layers", "--pull-never"]
+        self._buildah("bud", *options, f"--file={dockerfile}", f"--tag={tag}", str(context))
 
     def load(self, tag: str, archive: Path, tag_in_archive: str) -> None:
         """Makes the archive's image known as `tag`, if none is."""
-        if self._buildah("inspect", "--type=image", tag, check=False).returncode:
+        if self._buildah("inspect", "--type=image", tag, check=False):
             self._buildah("pull", f"docker-archive:{archive}")
             self._buildah("tag", tag_in_archive, tag)
 
     def write_archive(self, tag: str, archive: Path) -> None:
-        unfinished = archive.with_name(archive.name + UNFINISHED)
+        unfinished = self._cache.unfinished(archive.name)
         self._buildah("push", tag, f"docker-archive:{unfinished}:{tag}")
         unfinished.replace(archive)
 
@@ -76,94 +59,15 @@ class ImageStore:
         """Removes layers that no tag leads to any more."""
         self._buildah("rmi", "--prune")
 
-    def run(
-        self, *command: str, seconds: float = 900, check: bool = True
-    ) -> subprocess.CompletedProcess[bytes]:
-        """Runs a program of the build, with its output in a log. Its children end with it, or keep the lock."""
-        log_path = self.folder / "logs" / f"{Path(command[0]).name}.log"
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(self.folder / "tmp")},
-                start_new_session=True,
-                pass_fds=[self._lock.fileno()],
-            )
-            try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if code != 0 and check:
-            ended = f"ended with {code}" if code is not None else f"was not done after {seconds:g} s"
-            lines = "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
-            raise ImageError(f"{' '.join(command)} {ended}. Its last words, from {log_path}:\n{lines}")
-        return subprocess.CompletedProcess(command, 1 if code is None else code)
-
-    def _buildah(
-        self, command: str, *arguments: str, check: bool = True
-    ) -> subprocess.CompletedProcess[bytes]:
-        return self.run(
-            str(find_program("buildah", self.say)),
-            f"--storage-driver={self._driver}",
-            f"--root={self.folder / self._driver}",
-            f"--runroot={self.folder / 'run'}",
-            command,
-            *arguments,
-            check=check,
-        )
-
-
-@contextlib.contextmanager
-def opened_store(say: Callable[[str], None]) -> Iterator[ImageStore]:
-    """The store, cleared of what a killed run left. One process at a time has it. Raises ImageError."""
-    if os.geteuid() != 0:
-        raise ImageError(
-            "images are built by debootstrap and buildah, which need root here. Fix: run as root"
-        )
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        remove_unfinished(folder)
-        yield ImageStore(folder, lock, say)
-
-
-def cache_folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "bagelplane" / "images"
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Removes what a killed run left behind. Only for who holds the lock."""
-    unmount_below(folder)
-    # run/ holds what buildah believes to be mounted.
-    for path in (*folder.glob(f"*{UNFINISHED}"), *folder.glob("tmp/*"), folder / "run"):
-        remove(path)
-
-
-def unmount_below(folder: Path) -> None:
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    for mount in sorted(mounts, reverse=True):
-        if mount.startswith(f"{folder}/"):
-            # Lazily: whatever still uses it, the tree below is to be removed.
-            subprocess.run(["umount", "--lazy", mount], timeout=60, check=False)
-
-
-def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    def _buildah(self, command: str, *arguments: str, check: bool = True) -> int:
+        storage = [f"--root={self._cache.folder / self._driver}", f"--runroot={self._cache.folder / 'run'}"]
+        driver = f"--storage-driver={self._driver}"
+        return self._cache.run(self._buildah_path, driver, *storage, command, *arguments, check=check)
 
 
 def machine_volumes(folder: Path) -> list[str]:
     """What build steps see of this machine: where pip fetches from, its cache, and whom it trusts."""
+    (folder / "pip-cache").mkdir(exist_ok=True)
     settings = pip_settings()
     pip_conf = folder / "pip.conf"
     pip_conf.unlink(missing_ok=True)
@@ -182,12 +86,10 @@ def machine_volumes(folder: Path) -> list[str]:
 def pip_settings() -> dict[str, str]:
     """Where pip fetches from on this machine: its variables or uv's, else its files."""
     files = configparser.ConfigParser(interpolation=None)
-    home = Path.home()
-    named = os.environ.get("PIP_CONFIG_FILE")
-    files.read(
-        ["/etc/pip.conf", home / ".pip" / "pip.conf", home / ".config" / "pip" / "pip.conf"]
-        + ([named] if named else [])
-    )
+    paths = [Path("/etc/pip.conf"), Path.home() / ".pip/pip.conf", Path.home() / ".config/pip/pip.conf"]
+    if named := os.environ.get("PIP_CONFIG_FILE"):
+        paths.append(Path(named))
+    files.read(paths)
     settings = {}
     for name, variables in _PIP_SETTINGS.items():
         found = [os.environ[variable] for variable in variables if os.environ.get(variable)]

@@ -7,7 +7,6 @@ layers anew. `python -m tests.cluster.images [NAME...]` builds ahead of a test r
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -18,12 +17,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.cluster.image_store import UNFINISHED, ImageError, ImageStore, cache_folder, opened_store, remove
+from tests.cluster.build_cache import (
+    ROOT,
+    BuildCache,
+    ImageError,
+    cache_folder,
+    copy_files,
+    key_of,
+    opened_cache,
+    remove,
+)
+from tests.cluster.image_store import ImageStore
 from tests.tools.go_build import ToolError
 from tests.tools.programs import find_program
-
-ROOT = Path(__file__).resolve().parents[2]
-KEPT_PER_NAME = 3
 
 # What debootstrap makes: a Debian with nothing but Python, of the release that the Dockerfiles' default image has.
 RELEASE = "bookworm"
@@ -74,19 +80,19 @@ def debian_mirror() -> str:
     return ""
 
 
-def _bootstrap(store: ImageStore, context: Path) -> None:
+def _bootstrap(cache: BuildCache, context: Path) -> None:
     rootfs = context.parent / "rootfs"
-    debootstrap = str(find_program("debootstrap", store.say))
+    debootstrap = str(find_program("debootstrap", cache.say))
     include = f"--include={','.join(PACKAGES)}"
     mirror = [address] if (address := debian_mirror()) else []
-    store.run(debootstrap, "--variant=minbase", include, RELEASE, str(rootfs), *mirror, seconds=1500)
+    cache.run(debootstrap, "--variant=minbase", include, RELEASE, str(rootfs), *mirror, seconds=1500)
     left_out = [f"--exclude={pattern}" for pattern in _LEFT_OUT]
     options = ["--numeric-owner", "--one-file-system", *left_out]
-    store.run("tar", "-C", str(rootfs), *options, "-cf", str(context / "rootfs.tar"), ".")
+    cache.run("tar", "-C", str(rootfs), *options, "-cf", str(context / "rootfs.tar"), ".")
 
 
-def _compile_pause(store: ImageStore, context: Path) -> None:
-    store.run("cc", "-static", "-O2", "-o", str(context / "pause"), str(context / "pause.c"), seconds=60)
+def _compile_pause(cache: BuildCache, context: Path) -> None:
+    cache.run("cc", "-static", "-O2", "-o", str(context / "pause"), str(context / "pause.c"), seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,7 @@ class Image:
 
     dockerfile: str
     files: Callable[[], Mapping[str, Path]] = dict  # what goes into its context, by name there
-    prepare: Callable[[ImageStore, Path], None] | None = None  # completes the context
+    prepare: Callable[[BuildCache, Path], None] | None = None  # completes the context
     recipe: tuple[object, ...] = ()  # what else the image depends on
     stages: tuple[
         str, ...
@@ -104,19 +110,6 @@ class Image:
     @property
     def on_base(self) -> bool:
         return "${BASE_IMAGE}" in self.dockerfile
-
-    def key(self, files: Mapping[str, Path]) -> str:
-        """The hash of all that the image is made of, but for the base."""
-        digest = hashlib.sha256(repr((self.dockerfile, self.recipe)).encode())
-        for name, path in sorted(files.items()):
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"\n{name} {_mode(path):o} {content}".encode())
-        return digest.hexdigest()[:16]
-
-
-def _mode(path: Path) -> int:
-    return 0o755 if path.stat().st_mode & 0o100 else 0o644
 
 
 def repository_files() -> dict[str, Path]:
@@ -139,7 +132,9 @@ def images() -> dict[str, Image]:
         for name in ("operator", "dataplane")
     }
     return {
-        "base": Image(_BASE, prepare=_bootstrap, recipe=(RELEASE, PACKAGES, _LEFT_OUT, debian_mirror())),
+        "base": Image(
+            _BASE, prepare=_bootstrap, recipe=(_BASE, RELEASE, PACKAGES, _LEFT_OUT, debian_mirror())
+        ),
         "pause": Image(_PAUSE, lambda: {"pause.c": ROOT / "tests/cluster/pause.c"}, _compile_pause),
         "lookup": Image(_LOOKUP),
         "training-operator": Image(
@@ -167,68 +162,45 @@ def _archive(name: str, known: Mapping[str, Image], say: Callable[[str], None]) 
     archive = _archive_path(name, known, image.files())
     if not archive.exists():
         base = _archive("base", known, say) if image.on_base else None
-        with opened_store(say) as store:
-            began = time.monotonic()
-            folder = store.folder / f"context{UNFINISHED}"
-            files = _stage(image, folder)
-            # The files may have changed, and another process may have built them, since they were hashed.
+        with opened_cache(say) as cache:
+            folder = cache.unfinished("build")
+            files = copy_files(image.files(), folder / "context")
+            # Since they were hashed, the files may have changed, and another process may have built them.
             archive = _archive_path(name, known, files)
             if not archive.exists():
-                say(f"building the image {name} into {archive}")
-                _build(store, name, image, folder, base)
-                store.write_archive(image_tag(name), archive)
-                say(f"built the image {name} in {time.monotonic() - began:.1f} s")
-                _forget_old_archives(name)
+                _build(cache, name, image, folder, base, archive)
             remove(folder)
     os.utime(archive)
     return archive
 
 
 def _archive_path(name: str, known: Mapping[str, Image], files: Mapping[str, Path]) -> Path:
-    key = known[name].key(files)
-    if known[name].on_base:
-        key = hashlib.sha256(f"{key} {known['base'].key({})}".encode()).hexdigest()[:16]
-    return cache_folder() / f"{name}-{key}.tar"
+    image = known[name]
+    base = known["base"].recipe if image.on_base else ()
+    return cache_folder() / f"{name}-{key_of(files, image.dockerfile, image.recipe, base)}.tar"
 
 
-def _stage(image: Image, folder: Path) -> dict[str, Path]:
-    """Copies the context: what is built is what was hashed, whoever edits meanwhile. All files get one date, so that
-    layers built from one clone serve another.
-    """
-    context = folder / "context"
-    context.mkdir(parents=True)
-    (folder / "Dockerfile").write_text(image.dockerfile)
-    files = {}
-    for name, path in image.files().items():
-        files[name] = context / name
-        files[name].parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, files[name])
-        files[name].chmod(_mode(path))
-    for path in context.rglob("*"):
-        os.utime(path, (0, 0))
-    return files
-
-
-def _build(store: ImageStore, name: str, image: Image, folder: Path, base: Path | None) -> None:
+def _build(
+    cache: BuildCache, name: str, image: Image, folder: Path, base: Path | None, archive: Path
+) -> None:
+    cache.say(f"building the image {name} into {archive}")
+    began = time.monotonic()
+    store = ImageStore(cache)
     arguments = {}
     if base:
-        # By its hash: two clones with different bases may share the storage.
+        # By its hash: clones with different bases share the storage.
         arguments["BASE_IMAGE"] = f"localhost/bagelplane/{base.stem.replace('base-', 'base:')}"
         store.load(arguments["BASE_IMAGE"], base, image_tag("base"))
     if image.prepare:
-        image.prepare(store, folder / "context")
+        image.prepare(cache, folder / "context")
+    (folder / "Dockerfile").write_text(image.dockerfile)
     for stage in (*image.stages, ""):
         tag = f"localhost/bagelplane/{name}-{stage}:test" if stage else image_tag(name)
         store.build(tag, folder / "Dockerfile", folder / "context", arguments=arguments, target=stage)
     store.prune()
-
-
-def _forget_old_archives(name: str) -> None:
-    archives = [
-        path for path in cache_folder().glob(f"{name}-*.tar") if path.stem[: -len("-" + "0" * 16)] == name
-    ]
-    for path in sorted(archives, key=lambda path: path.stat().st_mtime)[:-KEPT_PER_NAME]:
-        path.unlink()
+    store.write_archive(image_tag(name), archive)
+    cache.forget_old(name)
+    cache.say(f"built the image {name} in {time.monotonic() - began:.1f} s")
 
 
 def main(names: Sequence[str]) -> int:
