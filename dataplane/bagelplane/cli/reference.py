@@ -74,7 +74,8 @@ def _resource_page() -> Iterator[str]:
         f'All fields of `{API_VERSION}`. Unknown fields are errors, and so is a value of another type (`"1"` is '
         "no number); a field with nothing behind it (`region:`) is one left out. `bagelplane validate FILE` names "
         "every fault with its line. Quantities are as in Kubernetes: `512Mi`, `10Gi` or a number of bytes. "
-        "Addresses are `s3://`, `gs://`, `az://`, `file:///` or local paths; relative paths start from the folder that the program runs in.\n"
+        "Addresses are `s3://`, `gs://`, `az://`, `file:///` or local paths; "
+        "relative paths start from the folder that the program runs in.\n"
     )
     yield (
         "This release runs profile `Automodel` with sharding `Bagel` and `uint8` pixels, without storage cache. Write "
