@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.cluster import release, sample_data, training_operator
-from tests.cluster.addresses import HOST_ADDRESS
+from tests.cluster.addresses import HOST_ADDRESS, NUMBER
 from tests.cluster.control_plane import ControlPlane, control_plane
 from tests.cluster.images import image_archives
 from tests.cluster.kubectl import Kubectl
@@ -124,7 +124,7 @@ def running_cluster(say: Say = print) -> Iterator[Cluster]:
 
 def _work_dir() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "bagelplane" / "cluster"
+    return root / "bagelplane" / f"cluster-{NUMBER}"
 
 
 @contextmanager
