@@ -22,6 +22,7 @@ from bagelplane.sidecar.status import METRICS
 from bagelplane.spec import API_VERSION, KIND
 from bagelplane.spec_fields import FieldDoc, iter_fields
 from bagelplane.spec_status import DatasetStatus
+from bagelplane_operator.conditions import ConditionType, Reason
 
 ROOT = Path(__file__).resolve().parents[3]
 _ORIGIN = "<!-- Written by `python -m bagelplane.cli.reference` from the code; do not edit. -->\n"
@@ -62,6 +63,7 @@ def build_files(root: Path = ROOT) -> dict[str, str]:
         "exit-codes": _exit_code_page(),
         "drop-reasons": _drop_page(),
         "metrics": _metric_page(),
+        "conditions": _condition_page(),
         "chart-values": _chart_page(values),
     }
     documents = {f"docs/reference/{name}.md": "\n".join(lines) for name, lines in pages.items()}
@@ -156,6 +158,17 @@ def _metric_page() -> Iterator[str]:
         for name, doc in METRICS.items()
     ]
     yield from _table(("Metric", "Kind", "Labels", "Meaning"), rows)
+
+
+def _condition_page() -> Iterator[str]:
+    yield f"{_ORIGIN}# Conditions\n"
+    yield (
+        "What the operator says of a resource in `status.conditions`; `kubectl describe bgds NAME` shows them with "
+        "the Events of their changes. The message names what is wrong and what to do.\n"
+    )
+    yield from _table(("Condition", "True when"), [(f"`{kind}`", kind.description) for kind in ConditionType])
+    rows = [(f"`{reason}`", reason.state, reason.description) for reason in Reason]
+    yield from _table(("Reason", "Status", "Meaning"), rows)
 
 
 def _chart_page(schema: Mapping[str, Any]) -> Iterator[str]:
