@@ -54,7 +54,7 @@ operator:
   priorityClassName: operator-priority
 webhook:
   replicas: 3
-  minAvailable: 2
+  minAvailable: 0
   timeoutSeconds: 9
   excludedNamespaces: [spared]
   certificate:
@@ -217,9 +217,15 @@ def test_a_wrong_value_is_refused_by_name(values: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_single_webhook_pod_has_no_disruption_budget() -> None:
-    assert of_kind(render(), "PodDisruptionBudget")
-    assert not of_kind(render("webhook: {replicas: 1}"), "PodDisruptionBudget")
+def test_a_disruption_budget_never_holds_a_node_for_good() -> None:
+    def least(values: str) -> list[int]:
+        budgets = of_kind(render(f"webhook: {{{values}}}"), "PodDisruptionBudget")
+        return [budget["spec"]["minAvailable"] for budget in budgets]
+
+    assert least("replicas: 2") == [1]
+    assert least("replicas: 3, minAvailable: 2") == [2]
+    assert least("replicas: 3, minAvailable: 9") == [2]
+    assert least("replicas: 1") == []
 
 
 # --- installed ------------------------------------------------------------------------------------
