@@ -1,0 +1,224 @@
+"""The mission in one run: apply a dataset, train on it in two pods, lose the job, go on where its snapshot is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bagelplane.sidecar.snapshots import SnapshotStore
+from bagelplane.spec import load_dataset, spec_hash
+from bagelplane.storage import open_storage
+from tests.cluster.fixtures import Cluster
+from tests.cluster.training import EXAMPLES, create_namespace, example, localise
+from tests.e2e import trainer_files
+from tests.golden.hashing import digest
+from tests.golden.recordings import load_recording
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NAMESPACE = "training"
+DATASET = "bagel-sft"
+JOB = "bagel-sft"
+STEPS = 24  # of docs/examples/kubernetes/train.py
+RANKS = 4
+
+
+@pytest.fixture
+def training(installed: Cluster) -> Iterator[Cluster]:
+    """The namespace with the trainer's files in it, and no snapshot of an earlier run."""
+    storage = open_storage(installed.s3.settings)
+    for file in storage.list_files(str(example("dataset.yaml")["spec"]["snapshots"]["uri"]), missing_ok=True):
+        storage.delete(file.uri)
+    create_namespace(
+        installed.kubectl,
+        NAMESPACE,
+        trainer_environment=installed.trainer_environment,
+        server=installed.s3,
+    )
+    files = {path.name: path.read_text() for path in trainer_files()}
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "trainer", "namespace": NAMESPACE},
+        "data": files,
+    }
+    installed.kubectl.apply(json.dumps(config_map))
+    yield installed
+    installed.kubectl.run("delete", "namespace", NAMESPACE, "--timeout=120s")
+    installed.kubectl.run("delete", "persistentvolume", "--all", "--timeout=60s")
+
+
+def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(training: Cluster) -> None:
+    kubectl = training.kubectl
+    kubectl.run("apply", "--namespace", NAMESPACE, "--filename", str(EXAMPLES / "dataset.yaml"))
+    wait_until_ready(training)
+
+    start_job(training, STEP_SECONDS="0.5")
+    first = training.kubectl.wait_for(
+        "nine packs of every rank",
+        lambda: packs if len(packs := packs_in_logs(training)) == RANKS * 9 or enough(packs) else None,
+        240,
+        last_seen=lambda: describe_pods(training),
+    )
+    shown = kubectl.wait_for(
+        "the operator to see four attached ranks",
+        lambda: status if (status := dataset_status(training)).get("attached") == RANKS else None,
+        30,
+        last_seen=lambda: dataset_status(training),
+    )
+    table = kubectl.run("get", "bgds", "--namespace", NAMESPACE)
+    print(table)
+    assert shown["step"] >= 1, shown
+    assert {item["worldSize"] for item in shown["attachments"]} == {RANKS}, shown
+    delete_job(training)
+    check_packs(first, first_step=0)
+
+    resumed_at = last_snapshot_step(training)
+    assert 4 <= resumed_at < STEPS, resumed_at
+    start_job(training)
+    wait_until_succeeded(training)
+    second = packs_in_logs(training)
+    check_packs(second, first_step=resumed_at)
+    assert {step for _, step in second} == set(range(resumed_at, STEPS))
+    check_sidecars_ended_well(training)
+    after = kubectl.wait_for(
+        "the operator to see them leave",
+        lambda: status if (status := dataset_status(training)).get("attached") == 0 else None,
+        30,
+        last_seen=lambda: dataset_status(training),
+    )
+    assert after["step"] == STEPS, after
+
+
+# --- what is done ---------------------------------------------------------------------------------
+
+
+def start_job(cluster: Cluster, **environment: str) -> None:
+    job = localise(example("pytorchjob.yaml"), **environment)
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        command = replica["template"]["spec"]["containers"][0]["command"]
+        command.insert(command.index("/trainer/train.py"), "/trainer/watch.py")
+    job["metadata"]["namespace"] = NAMESPACE
+    cluster.kubectl.apply(json.dumps(job))
+
+
+def delete_job(cluster: Cluster) -> None:
+    cluster.kubectl.run("delete", "pytorchjob", JOB, "--namespace", NAMESPACE, "--timeout=60s")
+    cluster.kubectl.wait_for(
+        "the job's pods to be gone",
+        lambda: not pods(cluster),
+        90,
+        last_seen=lambda: describe_pods(cluster),
+    )
+
+
+# --- what is waited for ---------------------------------------------------------------------------
+
+
+def wait_until_ready(cluster: Cluster) -> None:
+    cluster.kubectl.wait_for(
+        "the dataset to be Ready",
+        lambda: condition(dataset_status(cluster), "Ready") == "True",
+        120,
+        last_seen=lambda: dataset_status(cluster),
+    )
+
+
+def wait_until_succeeded(cluster: Cluster) -> None:
+    def finished() -> bool:
+        status = cluster.kubectl.get_json("pytorchjob", JOB, namespace=NAMESPACE).get("status", {})
+        assert condition(status, "Failed") != "True", f"{status}\n{describe_pods(cluster)}"
+        return condition(status, "Succeeded") == "True"
+
+    cluster.kubectl.wait_for("the job to succeed", finished, 240, last_seen=lambda: describe_pods(cluster))
+
+
+def condition(status: dict[str, Any], kind: str) -> str:
+    return next((item["status"] for item in status.get("conditions") or [] if item["type"] == kind), "")
+
+
+def enough(packs: dict[tuple[int, int], str]) -> bool:
+    steps = [step for _, step in packs]
+    return len({rank for rank, _ in packs}) == RANKS and all(steps.count(step) == RANKS for step in range(9))
+
+
+# --- what is seen ---------------------------------------------------------------------------------
+
+
+def dataset_status(cluster: Cluster) -> dict[str, Any]:
+    found = cluster.kubectl.get_json("bageldataset", DATASET, namespace=NAMESPACE)
+    status = found.get("status") or {}
+    assert isinstance(status, dict)
+    return status
+
+
+def pods(cluster: Cluster) -> list[dict[str, Any]]:
+    found = cluster.kubectl.get_json(
+        "pods", namespace=NAMESPACE, selector=f"training.kubeflow.org/job-name={JOB}"
+    )
+    return list(found["items"])
+
+
+def packs_in_logs(cluster: Cluster) -> dict[tuple[int, int], str]:
+    """(rank, step) to digest of every pack that the trainers' logs tell of."""
+    packs: dict[tuple[int, int], str] = {}
+    for pod in pods(cluster):
+        log = cluster.kubectl.try_run(
+            "logs", pod["metadata"]["name"], "--namespace", NAMESPACE, "--container", "pytorch"
+        )
+        for line in log.splitlines():
+            if line.startswith('{"rank"'):
+                entry = json.loads(line)
+                place = entry["rank"], entry["step"]
+                assert packs.setdefault(place, entry["pack"]) == entry["pack"], place
+    return packs
+
+
+def describe_pods(cluster: Cluster) -> str:
+    """What a person would look at."""
+    shown = [cluster.kubectl.try_run("get", "pods,pytorchjobs,bgds", "--namespace", NAMESPACE, "-o", "wide")]
+    for pod in pods(cluster):
+        name = pod["metadata"]["name"]
+        for container in ("bagelplane", "pytorch"):
+            log = cluster.kubectl.try_run(
+                "logs", name, "--namespace", NAMESPACE, "--container", container, "--tail", "15"
+            )
+            shown.append(f"-- {name} {container}\n{log}")
+    shown.append(cluster.kubectl.try_run("get", "events", "--namespace", NAMESPACE))
+    return "\n".join(shown)
+
+
+def last_snapshot_step(cluster: Cluster) -> int:
+    dataset = load_dataset(EXAMPLES / "dataset.yaml")
+    uri = dataset.spec.snapshots.uri
+    assert uri is not None
+    manifest = SnapshotStore(open_storage(cluster.s3.settings), uri, spec_hash(dataset)).nearest()
+    assert manifest is not None, "no complete snapshot"
+    return manifest.step
+
+
+# --- what must hold -------------------------------------------------------------------------------
+
+
+def check_packs(packs: dict[tuple[int, int], str], *, first_step: int) -> None:
+    recording = load_recording("four_ranks")
+    assert {rank for rank, _ in packs} == set(range(RANKS))
+    assert min(step for _, step in packs) == first_step
+    expected = {place: digest(recording.ranks[place[0]][place[1]]) for place in packs}
+    wrong = sorted(place for place in packs if packs[place] != expected[place])
+    assert not wrong, f"(rank, step) of packs that differ from the recorded stream: {wrong}"
+
+
+def check_sidecars_ended_well(cluster: Cluster) -> None:
+    """They ran when the trainers ended, were told to stop, and stopped in order."""
+    for pod in pods(cluster):
+        (sidecar,) = [
+            status for status in pod["status"]["initContainerStatuses"] if status["name"] == "bagelplane"
+        ]
+        (trainer,) = pod["status"]["containerStatuses"]
+        ended = sidecar["state"]["terminated"]
+        assert (ended["exitCode"], sidecar["restartCount"]) == (0, 0), sidecar
+        assert ended["finishedAt"] >= trainer["state"]["terminated"]["finishedAt"]
