@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bagelplane.spec import BagelDataset, load_dataset, spec_hash
+from bagelplane.spec import BagelDataset, config_hash, load_dataset, spec_hash
 from bagelplane.spec_schema import CRD_NAME
 from tests.cluster.control_plane import control_plane
 from tests.cluster.kubectl import Kubectl, KubectlError
@@ -77,7 +77,7 @@ def test_the_api_server_has_nothing_against_the_schema(kubectl: Kubectl) -> None
 def test_an_example_is_stored_as_it_reads_here(kubectl: Kubectl, example: Path) -> None:
     here, there = load_dataset(example), BagelDataset.from_mapping(stored(kubectl, example))
     assert there.spec == here.spec
-    assert spec_hash(there) == spec_hash(here)
+    assert (spec_hash(there), config_hash(there)) == (spec_hash(here), config_hash(here))
 
 
 def test_defaults_are_spelt_out(kubectl: Kubectl) -> None:

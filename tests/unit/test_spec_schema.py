@@ -14,7 +14,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from bagelplane.spec import BagelDataset, spec_hash
+from bagelplane.spec import BagelDataset, config_hash, spec_hash
 from bagelplane.spec_schema import build_crd, build_object
 from bagelplane.spec_status import DatasetStatus
 from bagelplane_operator import naming
@@ -337,7 +337,7 @@ def test_defaults_of_the_schema_are_those_of_the_models_and_move_no_hash() -> No
     assert stored["spec"]["budgets"]["maxTokens"] == 36_864
     written, read = BagelDataset.from_mapping(data), BagelDataset.from_mapping(stored)
     assert read == written
-    assert spec_hash(read) == spec_hash(written)
+    assert (spec_hash(read), config_hash(read)) == (spec_hash(written), config_hash(written))
 
 
 def every_schema(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
