@@ -40,6 +40,11 @@ COMMANDS = (
     Command("plan", "bagelplane.cli.plan:plan", "Fill, mix and drops of the first packs, without decoding."),
     Command("preview", "bagelplane.cli.preview:preview", "A picture of what the model will see."),
     Command("run", "bagelplane.cli.run:run", "Start the sidecar for the trainers on this machine."),
+    Command(
+        "inject",
+        "bagelplane.cli.inject:inject_command",
+        "Put the sidecar into manifests, without the webhook.",
+    ),
     Command("snapshots", "bagelplane.cli.snapshots:app", "List and show the stored states of a run."),
     Command("demo", "bagelplane.cli.demo:demo", "See it all work on data that it makes itself."),
     Command("info", "bagelplane.cli.info:info", "What is installed here and what this machine offers."),
