@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
+from bagelplane.errors import BagelplaneError
 from bagelplane.packing import DataConfig, PackedDataset
 from tests.golden.hashing import describe
 from tests.golden.recordings import (
@@ -182,6 +183,31 @@ def test_no_dataset_info_is_a_value_error_that_says_what_to_pass(tmp_path: Path)
 def test_a_missing_special_token_is_a_value_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="start_of_image"):
         made(tmp_path, special_tokens={"bos_token_id": 1, "eos_token_id": 2, "end_of_image": 4})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"world_size": 0}, ["world_size", "got 0", "at least 1"]),
+        ({"world_size": "2"}, ["world_size", "got '2'", "at least 1"]),
+        ({"local_rank": 2, "world_size": 2}, ["local_rank 2, world_size 2", "from 0 to 1"]),
+        ({"local_rank": -1}, ["local_rank", "got -1", "at least 0"]),
+        ({"num_workers": -1}, ["num_workers", "got -1", "at least 0"]),
+        ({"expected_num_tokens": 0}, ["expected_num_tokens", "got 0", "at least 1"]),
+        ({"max_num_tokens": 1.5}, ["max_num_tokens", "got 1.5", "at least 1"]),
+        ({"max_buffer_size": -1}, ["max_buffer_size", "got -1", "at least 0"]),
+        ({"dataset_info": "info.yaml"}, ["dataset_info is no mapping", "got str"]),
+        ({"special_tokens": [1, 2, 3, 4]}, ["special_tokens is no mapping", "got list"]),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_be_is_refused_with_all_four_parts(
+    arguments: dict[str, Any], parts: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"; expected .* Fix: ") as caught:
+        made(tmp_path, **arguments)
+    assert isinstance(caught.value, BagelplaneError)
+    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 def test_fewer_files_than_ranks_is_a_value_error_with_all_three(tmp_path: Path) -> None:

@@ -191,6 +191,14 @@ def test_what_is_no_state_is_refused(state: Any, tmp_path: Path) -> None:
         packed_dataset(RECORDING, 0, tmp_path).load_state_dict(state)
 
 
+@pytest.mark.parametrize("state", [{}, {"version": 1}, {"step": 3}])
+def test_a_state_that_says_nothing_does_not_begin_anew_in_silence(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(SnapshotError, match=r"says nothing of where to continue.* Fix: "):
+        packed_dataset(RECORDING, 0, tmp_path).load_state_dict(state)
+
+
 def test_a_refused_state_leaves_the_dataset_as_it_was(tmp_path: Path) -> None:
     dataset = packed_dataset(RECORDING, 0, tmp_path)
     with pytest.raises(ValueError, match="version"):

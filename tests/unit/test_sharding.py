@@ -96,6 +96,18 @@ def test_too_few_for_the_workers_says_group_and_both_counts() -> None:
         shard_to_worker(names(2), num_workers=8, worker_id=0, group="cats")
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (0, -3)])
+def test_a_rank_outside_its_world_is_refused_with_both_numbers(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"cats.*rank {rank} of world size {world_size}"):
+        block_of(names(9), rank, world_size)
+
+
+@pytest.mark.parametrize("worker_id", [-1, 3])
+def test_a_worker_that_there_is_not_is_refused_with_both_numbers(worker_id: int) -> None:
+    with pytest.raises(ValueError, match=f"cats.*worker {worker_id} of 3"):
+        shard_to_worker(names(9), num_workers=3, worker_id=worker_id, group="cats")
+
+
 def test_no_units_at_all_says_so() -> None:
     with pytest.raises(ValueError, match=r"cats has no units"):
         block_of([], 0, 1)

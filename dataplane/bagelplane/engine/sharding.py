@@ -24,8 +24,15 @@ def shard_to_rank(
     """This rank's contiguous block of the shuffled units, and how many units of the tail nobody reads.
 
     `rng` is the group's private generator; it is seeded with `epoch_seed` and used for the shuffle only.
-    Raises ShardingError when there are no units at all, or fewer than ranks.
+    Raises ShardingError when there are no units at all, or fewer than ranks, or no such rank.
     """
+    if not 0 <= rank < world_size:
+        raise ShardingError(
+            f"group {group} is asked for a rank outside its world",
+            got=f"rank {rank} of world size {world_size}",
+            expected="a rank from 0 to below the world size",
+            fix="ranks count from 0; pass the run's own rank and world size",
+        )
     if not units:
         raise ShardingError(
             f"group {group} has no units to read",
@@ -53,10 +60,17 @@ def shard_to_worker(
     """One worker's part of the rank's block, reversed, and how many of the tail nobody reads.
 
     `num_workers` 0 is reading without workers: the whole block in order.
-    Raises ShardingError when there are fewer units than workers.
+    Raises ShardingError when there are fewer units than workers, or no such worker.
     """
     if num_workers == 0:
         return list(units), 0
+    if not 0 <= worker_id < num_workers:
+        raise ShardingError(
+            f"group {group} is asked for a worker that there is not",
+            got=f"worker {worker_id} of {num_workers}",
+            expected="a worker from 0 to below their number",
+            fix="pass the worker's own id and the number of workers",
+        )
     per_worker = len(units) // num_workers
     if per_worker == 0:
         raise ShardingError(
@@ -78,4 +92,4 @@ def repeat_to_count(names: Sequence[str], count: int) -> list[str]:
 
 
 class ShardingError(DataError, ValueError):
-    """Too few units. A ValueError too, since that is what the documented classes raise."""
+    """Too few units, or no such consumer. A ValueError too, since that is what the documented classes raise."""

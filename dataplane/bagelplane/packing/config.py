@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from bagelplane.engine.packer import PackingConfig
 from bagelplane.engine.resizing import DEFAULT_MAX_PIXELS, ResizeRule
 from bagelplane.engine.samples import FrameSampler, ImageTransform
+from bagelplane.errors import SpecError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.registry import STORED_TYPES
 from bagelplane.storage import Storage
@@ -64,6 +67,42 @@ class DataConfig:
                 )
 
 
+class ArgumentError(SpecError, ValueError):
+    """An argument that cannot be. A ValueError too, since that is what the documented classes raise."""
+
+
+def check_place(local_rank: Any, world_size: Any, num_workers: Any) -> None:
+    """ArgumentError for what is no place among ranks and workers."""
+    _check_number("world_size", world_size, 1, "the number of ranks, from torch.distributed or WORLD_SIZE")
+    _check_number("num_workers", num_workers, 0, "the DataLoader's number of workers")
+    _check_number("local_rank", local_rank, 0, "the rank among all ranks")
+    if local_rank >= world_size:
+        raise ArgumentError(
+            "local_rank is outside its world",
+            got=f"local_rank {local_rank}, world_size {world_size}",
+            expected=f"a rank from 0 to {world_size - 1}",
+            fix="pass the rank among all ranks, and the number of them",
+        )
+
+
+def _check_number(name: str, value: Any, least: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ArgumentError(
+            f"{name} is no number that it can be",
+            got=repr(value)[:80],
+            expected=f"a whole number of at least {least}",
+            fix=f"pass {meaning}",
+        )
+
+
+def check_mapping(name: str, value: Any, meaning: str) -> None:
+    """ArgumentError for what is no mapping."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            f"{name} is no mapping", got=type(value).__name__, expected="a mapping", fix=f"pass {meaning}"
+        )
+
+
 def packing_config(
     data_config: Any,
     *,
@@ -75,6 +114,15 @@ def packing_config(
     interpolate_pos: bool,
     use_flex: bool,
 ) -> PackingConfig:
+    """Raises ArgumentError for a budget that no pack can have."""
+    for name, value, least in (
+        ("expected_num_tokens", expected_num_tokens, 1),
+        ("max_num_tokens_per_sample", max_num_tokens_per_sample, 1),
+        ("max_num_tokens", max_num_tokens, 1),
+        ("prefer_buffer_before", prefer_buffer_before, 0),
+        ("max_buffer_size", max_buffer_size, 0),
+    ):
+        _check_number(name, value, least, "the recipe's number")
     return PackingConfig(
         expected_tokens=expected_num_tokens,
         max_tokens=max_num_tokens,

@@ -23,7 +23,13 @@ from bagelplane.engine.rng import StreamRandom, mark_from_json, mark_to_json, st
 from bagelplane.engine.samples import ImageLedger, newest_bad_images
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.images import configure_pillow
-from bagelplane.packing.config import DataConfig, group_config, packing_config
+from bagelplane.packing.config import (
+    DataConfig,
+    check_mapping,
+    check_place,
+    group_config,
+    packing_config,
+)
 from bagelplane.packing.groups import StoredGroupDataset, open_group, position_after, status_of
 from bagelplane.packing.sequence_status import append_sample, fresh_status, status_to_tensors
 from bagelplane.packing.state import STATE_VERSION, ResumePoint, StateError, parse_state, rng_to_json
@@ -58,7 +64,8 @@ class PackedDataset(IterableDataset[dict[str, Any]]):
     seeded nor used, except that group types of the user's own draw from them while they are asked for a sample
     (with the stream's own state lent to them), and `pack_sequence`, when called directly, draws from them.
 
-    Raises ValueError when constructed with weights that sum to 0, unknown group types or missing keys.
+    Raises ValueError when constructed with weights that sum to 0, unknown group types, missing keys, or a rank,
+    number of workers or budget that cannot be.
     """
 
     def __init__(
@@ -84,6 +91,9 @@ class PackedDataset(IterableDataset[dict[str, Any]]):
             raise ValueError(
                 "dataset_info is None; pass the mapping of group type and data set name to paths"
             )
+        check_mapping("dataset_info", dataset_info, "the mapping of group type and data set name to paths")
+        check_mapping("special_tokens", special_tokens, "the mapping of the four tokens' names to ids")
+        check_place(local_rank, world_size, num_workers)
         missing = [name for name in _SPECIAL_TOKENS if name not in special_tokens]
         if missing:
             raise ValueError(f"special_tokens lacks {', '.join(missing)}")

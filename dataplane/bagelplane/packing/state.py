@@ -11,6 +11,7 @@ from bagelplane.engine.rng import mark_from_json, mark_to_json
 from bagelplane.errors import SnapshotError
 
 STATE_VERSION = 1
+_PARTS = {"buffer", "grouped_dataset_states", "rng", "yielded_batches"}
 
 
 class StateError(SnapshotError, ValueError):
@@ -38,6 +39,13 @@ def parse_state(state: Any, group_names: Sequence[str]) -> ResumePoint:
     """Read a state of ours or of Automodel's. Raises StateError that says which part does not fit."""
     if not isinstance(state, Mapping):
         raise StateError("a state is no mapping", got=type(state).__name__, fix="pass what state_dict() gave")
+    if not state.keys() & _PARTS:
+        raise StateError(
+            "a state says nothing of where to continue",
+            got=f"keys {', '.join(map(repr, state))}" if state else "an empty mapping",
+            expected=f"what state_dict() gave, with {', '.join(sorted(_PARTS))}",
+            fix="pass the whole state; None, or no call, begins anew",
+        )
     try:
         version = state.get("version", STATE_VERSION)
         if version != STATE_VERSION:
