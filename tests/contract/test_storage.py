@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -322,6 +322,18 @@ class TestLocalFolder(AtomicCreateClaims, StorageClaims):
         place.put("a")
         storage_error(lambda: place.storage.read_bytes(place.base + "a/b"), ObjectMissingError)
         storage_error(lambda: place.put("a/b"), ObjectMissingError)
+
+    @pytest.mark.timeout(30)
+    def test_a_pipe_or_a_device_is_never_opened(self, place: Place) -> None:
+        """Opening a pipe that nobody writes to waits for ever."""
+        Path(place.base).mkdir()
+        os.mkfifo(place.base + "pipe")
+        Path(place.base, "device").symlink_to("/dev/zero")
+        for name, kind in (("pipe", "a pipe"), ("device", "a device")):
+            for read in (place.storage.read_bytes, place.storage.open_binary, place.storage.info):
+                message = storage_error(partial(read, place.base + name), UnusableNameError)
+                assert f"{place.base}{name}: it is no file; got {kind}" in message
+        assert place.storage.list_files(place.base, missing_ok=True) == []
 
     def test_a_zero_byte_in_a_path_is_our_error(self, place: Place) -> None:
         message = storage_error(lambda: place.storage.read_bytes(place.base + "a\x00b"), UnusableNameError)

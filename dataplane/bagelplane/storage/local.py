@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bagelplane.storage.backends import Children, FileInfo
-from bagelplane.storage.uris import Location
+from bagelplane.storage.faults import UnusableNameError
+from bagelplane.storage.uris import Location, show
 
 _TEMPORARY_PREFIX = ".bagelplane-writing-"
 # What file systems without hard links say.
@@ -52,8 +53,7 @@ class LocalFiles:
 
     def info(self, location: Location) -> FileInfo:
         status = os.stat(location.key)  # noqa: PTH116 (as above)
-        if not _is_file(status):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), location.key)
+        _refuse_other_kinds(location, status)
         return _describe(location.uri, status)
 
     def read(self, location: Location, start: int, end: int | None, version: str | None) -> bytes:
@@ -62,6 +62,8 @@ class LocalFiles:
             return file.read() if end is None else file.read(max(end - start, 0))
 
     def open(self, location: Location) -> BinaryIO:
+        # Before it is opened: that alone waits for ever at a pipe, and does things to some devices.
+        _refuse_other_kinds(location, os.stat(location.key))  # noqa: PTH116 (as above)
         return open(location.key, "rb")  # noqa: PTH123 (as above: a slash at the end names no file)
 
     def write(self, location: Location, data: bytes | memoryview) -> None:
@@ -86,8 +88,25 @@ class LocalFiles:
         Path(location.key).unlink(missing_ok=True)
 
 
-def _is_file(status: os.stat_result) -> bool:
-    return not stat.S_ISDIR(status.st_mode)
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def _refuse_other_kinds(location: Location, status: os.stat_result) -> None:
+    """Folders, pipes, devices and sockets are no files to read. Rows may name any of them."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), location.key)
+    if kind != stat.S_IFREG:
+        raise UnusableNameError(
+            f"cannot read {show(location.uri)}: it is no file",
+            got=_KINDS.get(kind, "something else"),
+            fix="name a file",
+        )
 
 
 def _describe(uri: str, status: os.stat_result) -> FileInfo:
