@@ -22,6 +22,7 @@ from tests.cluster.processes import ClusterError
 
 _STATE = Path(f"/run/bagelplane-test-cluster-{NUMBER}.json")
 _POLL_SECONDS = 0.2
+_GONE_SECONDS = 60.0
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def whole_machine(*folders: Path, wait_seconds: float = 0.0) -> Iterator[None]:
     with state:
         _lock(state, time.monotonic() + wait_seconds)
         for left in _read(state).get("folders", []):
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(Path(left))
         _write(
             state,
             {
@@ -51,6 +52,17 @@ def whole_machine(*folders: Path, wait_seconds: float = 0.0) -> Iterator[None]:
             yield
         finally:
             _write(state, {})
+
+
+def _remove(folder: Path) -> None:
+    """Processes of the killed cluster may be ending just now, and write until then."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"{folder} of a killed test cluster stays. Fix: end what writes there, and remove it"
+            )
 
 
 def _lock(state: IO[str], deadline: float) -> None:
