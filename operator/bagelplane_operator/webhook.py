@@ -43,6 +43,9 @@ BODY_SECONDS = 4.0
 DRAIN_SECONDS = 5.0
 """How long a replica that is asked to stop still takes requests: until the Service has heard of it."""
 FINISH_SECONDS = 10.0
+KEEPALIVE_SECONDS = 120.0
+"""Longer than the 90 s after which the API server itself closes a connection that is idle: closed from this side, one
+could end under a request that is on its way, and a POST is not sent again."""
 CERTIFICATE_SECONDS = 5.0
 
 Answer = Callable[[Review], Awaitable[Verdict]]
@@ -155,7 +158,11 @@ class WebhookServer:
             ]
         )
         self._runner = web.AppRunner(
-            application, access_log=None, handle_signals=False, shutdown_timeout=FINISH_SECONDS
+            application,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=KEEPALIVE_SECONDS,
+            shutdown_timeout=FINISH_SECONDS,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, None, self._settings.port, ssl_context=self._certificates.context)

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bagelplane.cli.app import load_command
 from bagelplane.errors import SpecError
 from bagelplane.spec import BagelDataset, config_hash, spec_hash
 from bagelplane.spec_memory import ring_bytes
@@ -125,6 +126,15 @@ def test_the_sidecar_is_first_native_and_restricted(case: str) -> None:
     assert sidecar["restartPolicy"] == "Always"
     assert list(container_violations(sidecar, {})) == [], "whatever the pod's own context is"
     assert sidecar["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_sidecars_arguments_are_such_as_the_program_takes(case: str) -> None:
+    command, *options = sidecar_of(injected(load(case)))["args"]
+    parsed = load_command(command).make_context(command, options).params
+    assert str(parsed["dataset"]) == "/etc/bagelplane/dataset/dataset.yaml"
+    assert (str(parsed["directory"]), parsed["any_user"]) == ("/run/bagelplane", True)
+    assert (parsed["status_host"], parsed["status_port"]) == ("0.0.0.0", 9780)
 
 
 def test_a_restricted_pod_stays_restricted() -> None:
