@@ -10,7 +10,9 @@ from types import FrameType
 
 from tests.cluster.assembly import Cluster, running_cluster
 from tests.cluster.build_cache import ImageError
+from tests.cluster.kubectl import KubectlError
 from tests.cluster.processes import ClusterError
+from tests.cluster.release import HelmError
 from tests.tools.go_build import ToolError
 from tests.tools.programs import find_program
 
@@ -38,14 +40,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, end)  # whoever ends us, we clear up
     try:
         with running_cluster(partial(print, flush=True)) as cluster:
-            cluster.install()
+            try:
+                cluster.install()
+            except (HelmError, KubectlError, AssertionError):
+                print(f"what all parts said: {cluster.save_failure('install')}", file=sys.stderr)
+                raise
             show(cluster)
             while True:
                 cluster.check()
                 time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         return 0
-    except (ClusterError, ImageError, ToolError) as error:
+    except (ClusterError, HelmError, ImageError, KubectlError, ToolError, AssertionError) as error:
         print(error, file=sys.stderr)
         return 1
 

@@ -141,7 +141,6 @@ def _own_cluster(work_dir: Path, say: Say) -> Iterator[Cluster]:
             serve_versitygw(work_dir / "s3", address=HOST_ADDRESS, say=say) as server,
         ):
             cluster = Cluster(Kubectl(plane.kubeconfig), server, work_dir, say, plane, the_node, archives)
-            cluster.load_images("pause")
             _publish(cluster, HOST_ADDRESS)
             say(f"the cluster was up after {time.monotonic() - began:.1f} s; logs are in {cluster.logs_dir}")
             yield cluster
