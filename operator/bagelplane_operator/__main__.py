@@ -57,8 +57,10 @@ def _set_up_logging(log_level: str) -> None:
     if level is None:
         raise SpecError("--log-level is not known", got=log_level, expected="debug, info, warning or error")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    # Its accounts of each object and handler are of use to those who look into it alone.
-    logging.getLogger("kopf").setLevel(logging.DEBUG if level <= logging.DEBUG else logging.WARNING)
+    if level > logging.DEBUG:
+        # It tells of each attempt of each watch; that the cluster is away, the reconciler says once.
+        logging.getLogger("kopf").setLevel(logging.CRITICAL)
+        logging.getLogger("kopf.objects").setLevel(logging.ERROR)
     logging.getLogger("kubernetes").setLevel(logging.ERROR)  # what it warns of, our error says
 
 

@@ -132,7 +132,6 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="kopf", daemon=True)
 
     def start(self) -> None:
-        logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # signals are ours, not its
         self._thread.start()
 
     def restart(self) -> None:

@@ -88,14 +88,16 @@ def pause_seconds(failures: int) -> float:
 class Complaints:
     """Says a fault once, and once that it is over."""
 
-    open: dict[object, str] = field(default_factory=dict)
+    open: dict[str, object] = field(default_factory=dict)
 
-    def raise_(self, about: object, text: str) -> None:
-        if self.open.get(about) != text:
-            self.open[about] = text
+    def raise_(self, about: str, text: str, kind: object = None) -> None:
+        """Faults of one `kind` are one fault; without it, those of one text."""
+        kind = text if kind is None else kind
+        if self.open.get(about) != kind:
+            self.open[about] = kind
             log.warning("%s", text)
 
-    def settle(self, about: object) -> None:
+    def settle(self, about: str) -> None:
         if self.open.pop(about, None) is not None:
             log.info("%s: in order again", about)
 
@@ -146,7 +148,7 @@ class Reconciler:
                 await self._round(None if everything else taken)
             except ClusterError as error:
                 self._round_failures += 1
-                self._complaints.raise_("the cluster", str(error))
+                self._complaints.raise_("the cluster", str(error), error.code)
                 for key in taken:
                     self._schedule.at(key, now)
             else:
@@ -222,7 +224,7 @@ class Reconciler:
         except ClusterError as error:
             if error.code == 403 and "being terminated" in str(error):
                 return  # with its namespace the resource goes too
-            self._complaints.raise_(about, f"{about}: {error}")
+            self._complaints.raise_(about, f"{about}: {error}", error.code)
             self._schedule.failed(key, time.monotonic())
         except Exception:
             # A fault of ours; without this it would end the care for every resource of the cluster.

@@ -43,14 +43,20 @@ class Component:
     ) -> None:
         """Starts it. `env` is added to this process's environment; output goes to the file `log`."""
         self.name, self.log = name, log
+        self._command = [str(word) for word in command]
+        self._env = {**os.environ, **(env or {})}
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *map(str, command)],
+        log.unlink(missing_ok=True)
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _DIES_WITH_PARENT, str(os.getpid()), *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env=self._env,
                 start_new_session=True,  # a Ctrl-C goes to us alone, and we end the parts in order
             )
 
@@ -94,6 +100,11 @@ class Component:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(seconds)
+
+    def restart(self) -> None:
+        """Kills it, if it runs, and starts it as it was started; its log goes on."""
+        self.stop(first=signal.SIGKILL)
+        self._process = self._start()
 
     def last_log_lines(self, count: int = _LOG_LINES) -> str:
         return last_lines(self.log, count)
