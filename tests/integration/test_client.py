@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bagelplane.client import NumpyReader, PackedLoader
+from bagelplane.client import NumpyReader, PackedLoader, connection
 from bagelplane.engine.layout import assemble
 from bagelplane.errors import DataError, ProtocolError, RingError, SnapshotError, SpecError, StorageError
 from bagelplane.shm.protocol import SOCKET_NAME, Error, Resume, Snapshotted, Waiting
@@ -345,6 +345,32 @@ def test_a_fatal_error_is_raised_with_its_fix(
 def test_no_sidecar_at_all_is_an_error_that_names_the_socket(tmp_path: Path, stack: ExitStack) -> None:
     with pytest.raises(ProtocolError, match=rf"0\.2 s for the next pack of rank 0.*no sidecar at {tmp_path}"):
         next(connect(stack, tmp_path, timeout_seconds=0.2))
+
+
+def test_a_sidecar_that_is_not_there_is_said_while_it_is_waited_for_and_again(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BAGELPLANE_DIR", "/run/elsewhere")
+    monkeypatch.setattr(connection, "_ABSENT_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "_ABSENT_AGAIN_SECONDS", 0.2)
+    with caplog.at_level(logging.WARNING), pytest.raises(ProtocolError):
+        next(connect(stack, tmp_path, timeout_seconds=2.0))
+    texts = [record.getMessage() for record in caplog.records]
+    assert 2 <= len(texts) <= 10
+    for text in texts:
+        assert f"rank 0: no sidecar at {tmp_path}/sidecar.sock (No such file or directory) for" in text
+        assert "waiting up to 2 s" in text
+        assert f"bagelplane run --dir {tmp_path}" in text
+        assert "BAGELPLANE_DIR, which is /run/elsewhere here" in text
+
+
+def test_a_sidecar_that_comes_at_once_is_no_reason_to_warn(
+    tmp_path: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(stack, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        next(connect(stack, tmp_path))
+    assert caplog.records == []
 
 
 def test_a_pack_that_does_not_come_is_an_error_that_says_what_the_sidecar_was_doing(

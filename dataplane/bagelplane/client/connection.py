@@ -50,9 +50,13 @@ from bagelplane.shm.ring import Record, RingReader, StaleEpochError
 
 logger = logging.getLogger(__name__)
 
+DIRECTORY_VARIABLE = "BAGELPLANE_DIR"
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
 _GOODBYE_SECONDS = 1.0
+_ABSENT_SECONDS = 5.0
+"""A sidecar that starts may not be there for so long; then somebody should know what is waited for."""
+_ABSENT_AGAIN_SECONDS = 60.0
 
 _ERROR_CLASSES: Mapping[str, type[BagelplaneError]] = {
     "spec": SpecError,
@@ -79,6 +83,10 @@ class Place:
 
 class _BrokenError(ConnectionError):
     """The connection is of no more use, for a reason that may pass."""
+
+
+class _AbsentError(_BrokenError):
+    """Nobody listens at the socket."""
 
 
 class Connection:
@@ -156,7 +164,8 @@ class Connection:
 
     def _until_deadline(self, what: str, resume: Resume, act: Callable[[float], T]) -> T:
         """`act`, attached; again after everything that may pass, until the deadline."""
-        deadline = time.monotonic() + self.timeout_seconds
+        begun = time.monotonic()
+        deadline, warn_at = begun + self.timeout_seconds, begun + _ABSENT_SECONDS
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -165,6 +174,9 @@ class Connection:
                 return act(deadline)
             except (OSError, StaleEpochError) as error:
                 self._drop(str(error))
+                if isinstance(error, _AbsentError) and time.monotonic() >= warn_at:
+                    warn_at = time.monotonic() + _ABSENT_AGAIN_SECONDS
+                    self._warn_absent(str(error), time.monotonic() - begun)
             except BaseException:
                 self._drop("given up")
                 raise
@@ -172,6 +184,15 @@ class Connection:
                 raise self._overdue(what, resume)
             time.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+    def _warn_absent(self, what: str, seconds: float) -> None:
+        variable = os.environ.get(DIRECTORY_VARIABLE)
+        logger.warning(
+            "rank %d: %s for %.0f s, waiting up to %g s. Fix: start the sidecar (bagelplane run --dir %s), or "
+            "correct %s, which is %s here",
+            self.place.rank, what, seconds, self.timeout_seconds, self.directory, DIRECTORY_VARIABLE,
+            variable or "not set",
+        )  # fmt: skip
 
     def _overdue(self, what: str, resume: Resume) -> ProtocolError:
         step = resume.step if resume.step is not None else self.next_step
@@ -207,7 +228,7 @@ class Connection:
         try:
             sock.connect(os.fspath(path))
         except OSError as error:
-            raise _BrokenError(f"no sidecar at {path} ({error.strerror or error})") from None
+            raise _AbsentError(f"no sidecar at {path} ({error.strerror or error})") from None
         self._last_seen = f"connected to {path}"
         name = f"bagelplane {__version__}, pid {os.getpid()}"
         self._socket.send(Hello(PROTOCOL_VERSION, name), timeout_seconds=deadline - time.monotonic())

@@ -13,14 +13,13 @@ from typing import Any, Literal, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bagelplane.client.connection import Connection, Place
+from bagelplane.client.connection import DIRECTORY_VARIABLE, Connection, Place
 from bagelplane.engine.layout import assemble
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.shm.protocol import Resume, Snapshot, Snapshotted, Status, StatusRequest
 from bagelplane.shm.record import read_record
 
-DIRECTORY_VARIABLE = "BAGELPLANE_DIR"
 GENERATION_VARIABLE = "BAGELPLANE_GENERATION"
 STATE_VERSION = 1
 DEFAULT_TIMEOUT_SECONDS = 300.0
