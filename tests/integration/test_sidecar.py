@@ -35,6 +35,7 @@ from bagelplane.shm.protocol import (
     Resume,
     Welcome,
 )
+from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.storage import StorageSettings, open_storage
@@ -622,6 +623,40 @@ def test_a_killed_producer_is_replaced_without_a_word_to_the_loop(start: Start) 
     assert digests == undisturbed(dataset, 0, 1, 20)
     assert rank["ring"]["epoch"] > epoch
     assert rank["restarts"] == 1
+
+
+def test_a_socket_and_a_ring_that_somebody_deletes_are_made_again(start: Start) -> None:
+    dataset = make_dataset(snapshots=None)
+    sidecar = start(dataset)
+    with sidecar.reader() as first:
+        digests = take(first, 3)
+        for path in sidecar.directory.iterdir():
+            path.unlink()
+        wait_for((sidecar.directory / "sidecar.sock").is_socket, "the socket")
+        wait_for((sidecar.directory / "ring-0.bin").exists, "the ring")
+        digests += take(first, 10)
+    with sidecar.reader() as second:
+        digests += take(second, 3)
+        assert second.status()["problem"] == ""
+    assert digests == undisturbed(dataset, 0, 1, 16)
+    assert "sidecar.sock was deleted and is made again" in sidecar.log.read_text()
+    assert "ring-0.bin was deleted" in sidecar.log.read_text()
+    assert sidecar.terminate() == 0
+    assert not sidecar.directory.exists()
+
+
+def test_a_directory_that_another_sidecar_took_over_is_left_to_it(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    first = start(make_dataset(snapshots=None), status_port=port)
+    for path in first.directory.iterdir():
+        path.unlink()
+    with RunDirectory(first.directory) as second:
+        wait_for(lambda: json.loads(fetch(port, "/v1/status")[1])["problem"], "the problem")
+        problem = json.loads(fetch(port, "/v1/status")[1])["problem"]
+        assert f"another sidecar runs in {second.path}" in problem
+        second.bind().close()
+        assert first.terminate() == 0
+        assert second.socket_path.is_socket(), "what is there is the other's"
 
 
 def test_producers_die_with_their_supervisor(start: Start) -> None:

@@ -220,6 +220,12 @@ class RankServer:
             self._waiting_since = time.monotonic()
         self._send({"type": "ack", "step": step})
 
+    def check_ring(self) -> None:
+        """Has the producer begin anew if its ring was deleted: who attaches now would find none."""
+        if self.phase == "ready" and self._process is not None and not os.path.lexists(self.ring_path):
+            self._last_failure = f"its ring {self.ring_path} was deleted"
+            _kill(self._process)
+
     async def stop(self) -> None:
         """Ends the producer, by force if it does not end within two seconds."""
         self._stopping = True

@@ -42,6 +42,7 @@ class RunDirectory:
         self.socket_path = self.path / SOCKET_NAME
         self.file_mode = 0o666 if any_user else 0o600
         """Mode of the socket and of the rings, whatever the umask."""
+        self._socket_id: tuple[int, int] | None = None
         directory_mode = 0o755 if any_user else 0o700
         try:
             self._made = not self.path.exists()
@@ -109,12 +110,30 @@ class RunDirectory:
             # Until here the umask decides: a trainer that came too early tries again, and others are kept out
             # by the directory.
             self.socket_path.chmod(self.file_mode)
+            self._socket_id = _identity(self.socket_path)
         except OSError as error:
             sock.close()
             raise RingError(
                 f"the socket {self.socket_path} cannot be made: {error.strerror}", fix=_FIX_DIRECTORY
             ) from None
         return sock
+
+    def bind_again(self) -> socket.socket | None:
+        """A new listening socket if the file of the one before was deleted; None while it is there.
+
+        RingError: that cannot be, or another sidecar has begun here since (the lock was deleted with it).
+        """
+        try:
+            if not _is_same(self._lock_fd, self.path / LOCK_NAME):
+                fd = self._take_lock()
+                os.close(self._lock_fd)
+                self._lock_fd = fd
+            return None if _identity(self.socket_path) == self._socket_id else self.bind()
+        except OSError as error:
+            raise RingError(
+                f"the run directory {self.path} cannot be used any more: {error.strerror}",
+                fix="restart the sidecar, and let nobody delete what is in its directory",
+            ) from None
 
     def remove_rings(self) -> None:
         for path in self.path.glob(ring_name(0).replace("0", "*")):
@@ -124,10 +143,11 @@ class RunDirectory:
         """Removes socket, rings and lock, and the directory if it was made here and is empty."""
         if self._lock_fd < 0:
             return
-        self.socket_path.unlink(missing_ok=True)
-        self.remove_rings()
-        # Still locked: whoever opened this file meanwhile sees, once it has the lock, that it is gone.
-        (self.path / LOCK_NAME).unlink(missing_ok=True)
+        if _is_same(self._lock_fd, self.path / LOCK_NAME):  # else all of it is another's
+            self.socket_path.unlink(missing_ok=True)
+            self.remove_rings()
+            # Still locked: whoever opened this file meanwhile sees, once it has the lock, that it is gone.
+            (self.path / LOCK_NAME).unlink(missing_ok=True)
         os.close(self._lock_fd)
         self._lock_fd = -1
         if self._made:
@@ -166,6 +186,14 @@ class RunDirectory:
                     ) from None
                 return fd
             os.close(fd)  # the one who held it removed it while leaving: once more
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _is_same(fd: int, path: Path) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bagelplane.errors import SnapshotError, SpecError, StorageError, TransientStorageError
+from bagelplane.errors import RingError, SnapshotError, SpecError, StorageError, TransientStorageError
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
@@ -29,6 +29,7 @@ from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.spec_memory import ring_bytes
 
 _GOODBYE_SECONDS = 0.5
+_WATCH_SECONDS = 2.0
 TAKE_OVER_SECONDS = 5.0
 """How long a rank's new client waits for the end of the one before it."""
 
@@ -86,6 +87,8 @@ class Supervisor:
         self._topology_lock = asyncio.Lock()
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
+        self._listening: asyncio.Server | None = None
+        self._problem = ""  # what trainers cannot attach for
         self.snapshots: SnapshotWriter
 
     async def run(self) -> int:
@@ -101,7 +104,8 @@ class Supervisor:
         found = preparing.result()
         self._store, self._known_bad = found.store, found.known_bad
         self.snapshots = SnapshotWriter(self._store, self.dataset.spec.snapshots.keep_last)
-        server = await serve_unix(self._serve, self._directory.bind())
+        self._listening = await serve_unix(self._serve, self._directory.bind())
+        watching = asyncio.create_task(self._watch_directory(), name="run directory")
         status = StatusServer(self, self.settings.status_host, self.settings.status_port)
         try:
             await status.start()
@@ -114,9 +118,30 @@ class Supervisor:
             await stopping
             log.info("asked to stop")
         finally:
-            server.close()
+            watching.cancel()
+            self._listening.close()
             await self._shut_down(status)
         return 0
+
+    async def _watch_directory(self) -> None:
+        """Puts back what somebody deleted: trainers could not attach, and nothing would say why."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            problem = ""
+            try:
+                sock = self._directory.bind_again()
+                if sock is not None:
+                    log.warning("%s was deleted and is made again", self._directory.socket_path)
+                    before, self._listening = self._listening, await serve_unix(self._serve, sock)
+                    if before is not None:
+                        before.close()  # who is connected stays so
+            except RingError as error:
+                problem = str(error)
+                if problem != self._problem:
+                    log.error("%s", problem)
+            self._problem = problem
+            for server in self.servers.values() if not problem else ():
+                server.check_ring()
 
     # -- before a trainer attaches
 
@@ -414,6 +439,7 @@ class Supervisor:
             "started_unix_seconds": self.started,
             "world_size": self._world_size or None,
             "ready": self.ready,
+            "problem": self._problem,
             "ranks": [self._rank_status(server) for _, server in sorted(self.servers.items())],
             "known_bad_images": len(self._known_bad),
             "snapshots": {
