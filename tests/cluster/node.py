@@ -42,11 +42,12 @@ class Node:
     name: str
     address: str
     inside: Namespaces
+    image_store: Path
     components: tuple[Component, ...]
 
-    def load_image(self, archive: Path) -> list[str]:
-        """Loads an archive of images; returns their names. Raises ClusterError."""
-        return import_image(self.inside, archive)
+    def load_image(self, archive: Path) -> None:
+        """Loads an archive of images, unless they are there. Raises ClusterError."""
+        import_image(self.inside, self.image_store, archive)
 
     def check(self) -> None:
         """Raises ClusterError if a component has ended."""
@@ -56,14 +57,19 @@ class Node:
 
 @contextmanager
 def node(
-    control_plane: ControlPlane, work_dir: Path, *, say: Callable[[str], None] = print
+    control_plane: ControlPlane,
+    work_dir: Path,
+    *,
+    image_store: Path | None = None,
+    say: Callable[[str], None] = print,
 ) -> Iterator[Node]:
     """A node that is Ready, with the pods' pause image. `work_dir` is emptied at the start and removed at the end;
-    the logs are beside those of the control plane. Raises ClusterError, ImageError and ToolError.
+    the logs are beside those of the control plane. A folder `image_store` stays, and so do the images loaded into it:
+    unpacking them takes longer than all the rest. Raises ClusterError, ImageError and ToolError.
     """
     _check_machine(work_dir)
     pause = image_archives([_PAUSE], say)[_PAUSE]
-    logs_dir = control_plane.logs_dir
+    logs_dir, store = control_plane.logs_dir, image_store or work_dir / "containerd"
     _remove_folder(work_dir)
     work_dir.mkdir(parents=True)
     with ExitStack() as stack:
@@ -85,10 +91,11 @@ def node(
         runtime = stack.enter_context(
             containerd(
                 inside,
-                work_dir / "containerd",
+                store,
                 cni_configuration_dir=cni_dir,
                 pause_image=image_tag(_PAUSE),
                 log=logs_dir / "containerd.log",
+                say=say,
             )
         )
         kubelet = start("kubelet", *_kubelet_arguments(control_plane, work_dir / "kubelet"))
@@ -96,8 +103,8 @@ def node(
         dns = start("coredns", "-conf", str(_write_corefile(control_plane, work_dir)))
         # At once and before the single components, so that each is still waited for by who started it.
         stack.callback(inside.end)
-        import_image(inside, pause)
-        it = Node(NODE_NAME, NODE_ADDRESS, inside, (runtime, kubelet, proxy, dns))
+        import_image(inside, store, pause)
+        it = Node(NODE_NAME, NODE_ADDRESS, inside, store, (runtime, kubelet, proxy, dns))
 
         kubelet.wait_until("the node is Ready", lambda: _why_not_ready(control_plane), _READY_SECONDS)
         proxy.wait_until("it answers 200", lambda: _ask(_PROXY_HEALTH_PORT, "/healthz"), _READY_SECONDS)
