@@ -1,6 +1,7 @@
 """A real Kubernetes cluster of one node on this machine, and the tests that need no more than it.
 
-addresses.py: what the parts agree on. processes.py: one long-running program. certificates.py: a throw-away
-authority. control_plane.py: etcd, API server, controller manager, scheduler. kubectl.py: asking and waiting.
-fixtures.py: what tests are given. `python -m tests.cluster` (`make cluster`) keeps it all up for a person.
+Parts: addresses.py (what they agree on), processes.py (one long-running program), certificates.py, control_plane.py,
+network.py, namespaces.py, cgroups.py, containerd.py, node.py. What runs on it: images.py with build_cache.py,
+trainer_environment.py, training_operator.py, release.py (our chart). Using it: kubectl.py, sample_data.py, training.py.
+assembly.py puts all together, one at a time by machine.py: for tests by fixtures.py, for a person by `make cluster`.
 """

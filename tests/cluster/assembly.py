@@ -23,7 +23,7 @@ from tests.cluster import release, sample_data, training_operator
 from tests.cluster.addresses import HOST_ADDRESS, NUMBER
 from tests.cluster.control_plane import ControlPlane, control_plane
 from tests.cluster.images import image_archives
-from tests.cluster.kubectl import Kubectl
+from tests.cluster.kubectl import Kubectl, KubectlError
 from tests.cluster.machine import whole_machine
 from tests.cluster.network import host_bridge
 from tests.cluster.node import Node, node
@@ -33,7 +33,7 @@ from tests.services.s3 import S3Server, serve_versitygw
 from tests.tools.programs import find_programs
 
 _OTHERS_USE_SECONDS = 900.0  # another run of the tests on this machine is waited for
-_SHOWN_LOG_LINES = 15
+_SHOWN_LOG_LINES = 8
 Say = Callable[[str], None]
 
 
@@ -166,10 +166,23 @@ def _given_cluster(kubeconfig: Path, work_dir: Path, say: Say) -> Iterator[Clust
         serve_versitygw(work_dir / "s3", address=address, say=say) as server,
     ):
         cluster = Cluster(kubectl, server, work_dir, say)
+        before = _published(kubectl)
         _publish(cluster, address)
-        yield cluster
+        try:
+            yield cluster
+        finally:
+            if before:
+                sample_data.publish(kubectl, *before)  # the server that was there, and is still
         if not cluster.failures:
             clear()
+
+
+def _published(kubectl: Kubectl) -> tuple[str, int] | None:
+    try:
+        found = kubectl.get_json("endpointslice", "s3", namespace=sample_data.NAMESPACE)
+    except KubectlError:
+        return None
+    return found["endpoints"][0]["addresses"][0], found["ports"][0]["port"]
 
 
 def _publish(cluster: Cluster, address: str) -> None:
