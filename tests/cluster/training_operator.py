@@ -13,7 +13,6 @@ from tests.tools.go_build import source_folder
 
 IMAGES = ("training-operator", "lookup")  # to be loaded before
 _MODULE = "github.com/kubeflow/training-operator"
-_MANIFEST_IMAGE = "ghcr.io/kubeflow/training-v1/training-operator"
 _NAMESPACE = "kubeflow"
 _NAME = "training-operator"
 _TEMPLATE_DIR = "/etc/pytorch-init-container"
@@ -58,9 +57,9 @@ def _is_available(deployment: dict[str, Any]) -> bool:
 def _write_kustomization(folder: Path, overlay: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _TEMPLATE_FILE).write_text(_INIT_CONTAINER)
-    repository, _, tag = image_tag("training-operator").rpartition(":")
     container = {
         "name": _NAME,
+        "image": image_tag("training-operator"),
         "imagePullPolicy": "IfNotPresent",
         "args": [
             "--enable-scheme=pytorchjob",
@@ -87,7 +86,6 @@ def _write_kustomization(folder: Path, overlay: Path) -> None:
         "resources": [
             os.path.relpath(overlay.resolve(), folder.resolve())
         ],  # kustomize takes no absolute path
-        "images": [{"name": _MANIFEST_IMAGE, "newName": repository, "newTag": tag}],
         "configMapGenerator": [{"name": "pytorch-init-container", "files": [_TEMPLATE_FILE]}],
         "patches": [{"patch": json.dumps(patch)}],
     }
