@@ -25,6 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bagelplane.resampling import choice
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CACHE = ROOT / "bench-out"
@@ -307,7 +309,8 @@ def machine(cores: list[int], load: float) -> str:
         if load < 0.5
         else f" Load average at the start {load:.1f}: the machine was busy, trust the CPU columns."
     )
-    return f"{model}, cores {cores} of {os.cpu_count()}, Python {platform.python_version()}.{busy}"
+    system = f"{model}, cores {cores} of {os.cpu_count()}, Python {platform.python_version()}"
+    return f"{system}, resampler of ours: {choice()}.{busy}"
 
 
 def write_docs(text: str) -> None:

@@ -2,7 +2,7 @@
 
 What it shall do wrong is said in the resource's annotations: `fake/fail-at: "7"` (a DataError at step 7),
 `fake/crash-at` (an exception of no kind of ours), `fake/bad-at` (an image found undecodable there),
-`fake/pack-seconds: "0.01"`, `fake/refuse: "text"` (what a look at its data says).
+`fake/pack-seconds: "0.01"`, `fake/skip-seconds`, `fake/refuse: "text"` (what a look at its data says).
 """
 
 from __future__ import annotations
@@ -67,10 +67,13 @@ class FakeStream:
         self.step, self._sum = self.step + 1, after
         return pack
 
-    def skip_to(self, step: int) -> None:
+    def skip_to(self, step: int, *, on_progress: Callable[[int], None] | None = None) -> None:
         while self.step < step:
+            time.sleep(float(self._orders.get("fake/skip-seconds", "0")))
             self._sum = self._sum_after(self.step, self._sum)
             self.step += 1
+            if on_progress is not None:
+                on_progress(self.step)
 
     def state(self) -> dict[str, Any]:
         return self._state(self.step, self._sum)

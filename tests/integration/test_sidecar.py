@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -361,6 +362,21 @@ def test_any_step_can_be_asked_for(start: Start, tmp_path: Path) -> None:
             assert take(reader, 5) == undisturbed(dataset, 0, 1, step + 5)[step:]
 
 
+@pytest.mark.slow
+def test_planning_far_forward_says_how_far_it_is(start: Start) -> None:
+    dataset = make_dataset(snapshots=None, skip_seconds="0.05")
+    sidecar = start(dataset)
+    with sidecar.reader() as reader:
+        reader.resume(step=220)  # eleven seconds
+        assert take(reader, 1) == undisturbed(dataset, 0, 1, 221)[220:]
+    lines = re.findall(
+        r"rank 0: planned (\d+) of 220 packs, ([\d.]+) a second, (\d+) s left", sidecar.log.read_text()
+    )
+    assert 1 <= len(lines) <= 220
+    for done, rate, left in lines:
+        assert abs((220 - int(done)) / float(rate) - int(left)) < 2
+
+
 def test_a_state_from_a_checkpoint_continues_in_a_new_sidecar(start: Start) -> None:
     dataset = make_dataset(snapshots=None)
     first = start(dataset)
@@ -457,6 +473,12 @@ def test_sigterm_ends_with_a_snapshot_and_status_0_and_the_run_goes_on_there(
     for rank in (0, 1):
         with sidecar.reader(rank, 2) as reader:
             assert take(reader, 5) == undisturbed(dataset, rank, 2, 16)[11:]
+
+
+def test_an_interrupt_is_a_wish_to_end_like_sigterm(start: Start) -> None:
+    sidecar = start(make_dataset(snapshots=None))
+    sidecar.popen.send_signal(signal.SIGINT)
+    assert sidecar.wait() == 0, sidecar.tail()
 
 
 def test_sigterm_ends_the_sidecar_while_trainers_wait_for_a_producer_that_crashes(start: Start) -> None:
@@ -592,7 +614,9 @@ def test_status_and_metrics_say_what_happens(start: Start) -> None:
         metrics = fetch(port, "/metrics")[1]
         assert 'bagelplane_packs_acknowledged_total{rank="0"} 6.0' in metrics
         assert 'bagelplane_drops_total{group="t2i",rank="0",reason="t2i_image_parse"}' in metrics
-        assert reader.status()["ranks"][0]["next_step"] == 6
+        status = reader.status()
+        assert status["ranks"][0]["next_step"] == 6
+        assert status["resampler"].startswith(("native (", "pillow ("))
 
 
 # ---- deaths

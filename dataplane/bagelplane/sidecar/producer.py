@@ -41,6 +41,8 @@ from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset
 
 DEFAULT_STREAM_FACTORY = "bagelplane.stream:open_rank_stream"
+PROGRESS_SECONDS = 5.0
+"""How often planning forward says how far it is."""
 _PR_SET_PDEATHSIG = 1
 _CODES: Sequence[tuple[type[BagelplaneError], str]] = (
     (SpecError, "spec"),
@@ -58,7 +60,7 @@ class RankStreamLike(Protocol):
     """What the producer needs of `bagelplane.stream.RankStream`."""
 
     def next_pack(self, allocate: Callable[[Pack], Sequence[Image]]) -> Pack: ...
-    def skip_to(self, step: int) -> None: ...
+    def skip_to(self, step: int, *, on_progress: Callable[[int], None] | None = None) -> None: ...
     def state(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -175,8 +177,22 @@ class Producer:
         log.info(
             "rank %d: planning forward from step %d to %d", setup.rank, setup.start_step, setup.target_step
         )
-        started = time.monotonic()
-        stream.skip_to(setup.target_step)
+        started = told = time.monotonic()
+
+        def tell(step: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if now - told < PROGRESS_SECONDS:
+                return
+            told = now
+            done = step - setup.start_step
+            rate = done / (now - started)
+            log.info(
+                "rank %d: planned %d of %d packs, %.1f a second, %.0f s left",
+                setup.rank, done, distance, rate, (distance - done) / rate,
+            )  # fmt: skip
+
+        stream.skip_to(setup.target_step, on_progress=tell)
         log.info("rank %d: planned %d packs in %.2f s", setup.rank, distance, time.monotonic() - started)
 
     def _produce_one(self, stream: RankStreamLike, ring: RingWriter) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bagelplane.errors import RingError, SnapshotError, SpecError, StorageError, TransientStorageError
+from bagelplane.resampling import choice
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
@@ -442,6 +443,7 @@ class Supervisor:
             "problem": self._problem,
             "ranks": [self._rank_status(server) for _, server in sorted(self.servers.items())],
             "known_bad_images": len(self._known_bad),
+            "resampler": str(choice()),
             "snapshots": {
                 "uri": self._store.uri if self._store is not None else None,
                 "last_step": health.last_step,
