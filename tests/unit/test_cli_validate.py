@@ -93,7 +93,7 @@ def test_what_does_not_work_yet_and_unknown_types_are_refused(
     path.write_text(text.replace("type: t2i_pretrain", "type: t2i_pretraining"))
     code, _, err = outcome(capsys, "validate", path)
     assert code == 2
-    assert "spec.profile: is Strict, which this release does not run yet" in err
+    assert "spec.profile: is Strict, which this release does not run yet (it is the default)" in err
     assert "spec.groups[0].type: is no registered type" in err
     assert "did you mean `t2i_pretrain`?" in err
 
@@ -109,6 +109,7 @@ def test_advice_is_no_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 def test_version_and_info_speak_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(capsys, "version")[:2] == (0, f"{bagelplane.__version__}\n")
+    assert outcome(capsys, "--version")[:2] == (0, f"{bagelplane.__version__}\n")
     code, out, _ = outcome(capsys, "info", "-o", "json")
     assert code == 0
     assert {"t2i_pretrain", "unified_edit", "vlm_sft"} <= set(json.loads(out)["groupTypes"])

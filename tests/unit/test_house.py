@@ -46,9 +46,13 @@ for module in modules:
 """
 
 
+def run_without(modules: list[str], absent: list[str], then: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", IMPORT_WITHOUT + then, " ".join(modules), " ".join(absent)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 def import_without(modules: list[str], absent: list[str]) -> None:
-    command = [sys.executable, "-c", IMPORT_WITHOUT, " ".join(modules), " ".join(absent)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    finished = run_without(modules, absent)
     assert finished.returncode == 0, finished.stderr
 
 
@@ -58,6 +62,25 @@ def test_client_needs_nothing_of_the_sidecar() -> None:
 
 def test_numpy_reader_needs_no_torch() -> None:
     import_without(["bagelplane.client"], [*NOT_IN_A_TRAINER, "torch"])
+
+
+def test_a_loader_without_torch_says_what_to_install() -> None:
+    finished = run_without(
+        ["bagelplane.client"], [*NOT_IN_A_TRAINER, "torch"], "from bagelplane.client import PackedLoader"
+    )
+    line = finished.stderr.splitlines()[-1]
+    assert line.startswith("ModuleNotFoundError: PackedLoader needs torch")
+    assert "Fix: install torch" in line
+
+
+def test_the_program_of_a_client_only_install_says_in_one_line_what_it_lacks() -> None:
+    finished = run_without(["bagelplane.cli"], NOT_IN_A_TRAINER, "sys.modules['bagelplane.cli'].main()")
+    assert finished.returncode == 1
+    assert finished.stderr.startswith(
+        "error: the command line needs the package typer, which is not installed"
+    )
+    assert finished.stderr.count("\n") == 1
+    assert "Fix: install bagelplane" in finished.stderr
 
 
 def test_sidecar_and_command_line_need_no_torch() -> None:

@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import bagelplane
+from bagelplane.cli import describe_missing
 from bagelplane.errors import BagelplaneError
 
 EXIT_INTERRUPTED = 130  # as shells report SIGINT
@@ -92,11 +93,21 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"{bagelplane.__version__}\n")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     log_level: Annotated[
         str, typer.Option(help="Least important log messages shown: debug, info, warning, error.")
     ] = "warning",
+    version: Annotated[  # noqa: ARG001  (its callback does it)
+        bool,
+        typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_print_version),
+    ] = False,
     debug: Annotated[  # noqa: ARG001  (main() takes it out; it stands here for the help)
         bool, typer.Option("--debug", help="Show a traceback with an error. May stand anywhere.")
     ] = False,
@@ -132,6 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except ModuleNotFoundError as error:
+        _report(f"error: {describe_missing(error)}", debug)
+        sys.exit(BagelplaneError.exit_code)
     except Exception as error:  # noqa: BLE001  (the last stop before the user)
         name = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         advice = "" if debug else " Fix: run it again with --debug and report what it prints."

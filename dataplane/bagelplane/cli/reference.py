@@ -130,7 +130,9 @@ def _exit_code_page() -> Iterator[str]:
             rows.append((kind.exit_code, f"`{kind.__name__}`", summary, kind.reaction))
     debug = "Run it again with `--debug` and report what it prints."
     rows.append((EXIT_UNEXPECTED, "", "A fault of Bagelplane's own.", debug))
-    rows.append((EXIT_INTERRUPTED, "", "Interrupted with Ctrl-C.", ""))
+    rows.append(
+        (EXIT_INTERRUPTED, "", "Interrupted with Ctrl-C. (`run` ends with 0 then: it was asked to.)", "")
+    )
     rows.sort(key=lambda row: row[0])
     yield from _table(("Code", "Error", "Meaning", "What to do"), rows)
     yield "Wrong arguments end with 2 as well.\n"

@@ -74,7 +74,7 @@ def run(
 
     Checks the resource, the data, the tokenizer, the snapshots and the memory first: what is wrong there ends
     it at once, with the exit code of the error. Then it waits; each rank's packs are made when its trainer
-    attaches. At the end it writes a snapshot of what the trainers took.
+    attaches. Asked to end by SIGTERM or Ctrl-C it writes a snapshot of what the trainers took, and ends with 0.
 
     Example: bagelplane run dataset.yaml --ranks 2 --status-port 8090
     """

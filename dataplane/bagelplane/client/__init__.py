@@ -25,7 +25,15 @@ __all__ = ["NumpyReader", "PackedLoader"]
 
 def __getattr__(name: str) -> Any:
     if name == "PackedLoader":
-        from bagelplane.client.loader import PackedLoader  # noqa: PLC0415  (loads torch)
-
+        try:
+            from bagelplane.client.loader import PackedLoader  # noqa: PLC0415  (loads torch)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                "PackedLoader needs torch, which is not installed here. Fix: install torch, or use "
+                "bagelplane.client.NumpyReader, which gives the same as NumPy arrays",
+                name="torch",
+            ) from None
         return PackedLoader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
