@@ -32,6 +32,9 @@ NOT_IN_A_TRAINER = [
     "zstandard",
 ]
 
+# Loaded into any program of an editable environment by its own .pth files.
+BROUGHT_BY_THE_ENVIRONMENT = {"setuptools"}
+
 # A finder ahead of all others refuses the named packages, as if they were not installed.
 IMPORT_WITHOUT = """
 import importlib, sys
@@ -116,13 +119,44 @@ def test_smaller_pin_files_agree_with_the_development_ones() -> None:
         assert not differing, f"{name} differs from dev.txt. Fix: make pins"
 
 
+def test_operator_imports_nothing_that_its_image_lacks() -> None:
+    names = [
+        f"bagelplane_operator.{path.stem}"
+        for path in (ROOT / "operator/bagelplane_operator").glob("[!_]*.py")
+    ]
+    script = f"""
+import importlib, sys
+from importlib.metadata import packages_distributions
+for name in {[*names, "bagelplane_operator.__main__"]!r}:
+    importlib.import_module(name)
+owners = packages_distributions()
+tops = {{name.partition(".")[0] for name in sys.modules}}
+print(*sorted({{owner for top in tops for owner in owners.get(top, [])}}))
+"""
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    used = {re.sub(r"[-_.]+", "-", name).lower() for name in result.stdout.split()}
+    pinned = pinned_versions(ROOT / "constraints" / "operator.txt")
+    assert used - set(pinned) - {"bagelplane"} - BROUGHT_BY_THE_ENVIRONMENT == set()
+
+
 def pinned_versions(path: Path) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==(\S+)", path.read_text(), re.MULTILINE))
 
 
-def test_readme_shows_the_example_that_is_tested() -> None:
-    example = (ROOT / "docs" / "examples" / "train_loop.py").read_text()
-    assert f"```python\n{example}```" in (ROOT / "README.md").read_text()
+def test_readme_shows_the_examples_that_are_tested() -> None:
+    readme = (ROOT / "README.md").read_text()
+    whole = (ROOT / "docs" / "examples" / "train_loop.py").read_text()
+    assert f"```python\n{whole}```" in readme
+    # Of the cluster's the loop is shown; the story in tests/e2e runs these very files.
+    examples = ROOT / "docs" / "examples" / "kubernetes"
+    for language, file in (("python", "train.py"), ("yaml", "pytorchjob.yaml")):
+        *_, shown = re.findall(rf"```{language}\n(.*?)```", readme, re.DOTALL)
+        there = [line.strip() for line in (examples / file).read_text().splitlines()]
+        assert [line for line in shown.splitlines() if line.strip() not in there] == []
+    named = set(re.findall(r"docs/examples/kubernetes/[\w.]+", readme))
+    assert named == {f"docs/examples/kubernetes/{path.name}" for path in examples.iterdir()}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
