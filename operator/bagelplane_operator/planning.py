@@ -238,7 +238,11 @@ class _Step:
         if self.now < due:
             return actions, finding, (due - self.now).total_seconds()
         # Made before the one before is deleted: the count is never lost between the two.
-        return [self._create_check(attempt + 1), *actions, _delete("Job", newest)], finding, CHECK_POLL_SECONDS
+        return (
+            [self._create_check(attempt + 1), *actions, _delete("Job", newest)],
+            finding,
+            CHECK_POLL_SECONDS,
+        )
 
     def _create_check(self, attempt: int) -> Create:
         return Create(build_check_job(self.dataset, self.owner, self.default_image, attempt))
