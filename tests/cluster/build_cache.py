@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNFINISHED = ".unfinished"
 _KEY_DIGITS = 16
 _SPARED_SECONDS = 600
+_LOCK_SECONDS = 1800  # the longest build
 
 
 class ImageError(Exception):
@@ -84,9 +85,29 @@ def opened_cache(say: Callable[[str], None]) -> Iterator[BuildCache]:
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for_lock(lock, say)
         remove_unfinished(folder)
         yield BuildCache(folder, lock, say)
+
+
+def _wait_for_lock(lock: IO[str], say: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    waiting = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ImageError(
+                    f"another process held {lock.name} for {_LOCK_SECONDS} s. "
+                    f"Fix: see by `fuser {lock.name}` which, and end it"
+                ) from None
+            if not waiting:
+                say(f"waiting for another build, which holds {lock.name}")
+            waiting = True
+            time.sleep(0.2)
+        else:
+            return
 
 
 def cache_folder() -> Path:
