@@ -6,7 +6,6 @@ The job's image is the tests' base image; torch and the client come from a folde
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,10 +57,10 @@ def create_namespace(
 
 def localise(job: Mapping[str, Any], **environment: str) -> dict[str, Any]:
     """The example's PyTorchJob with the image and the torch of the tests; `environment` goes to the trainer."""
-    local = copy.deepcopy(dict(job))
-    # The example writes both templates once, by a YAML alias: each is a mapping of its own here.
+    # The example writes both templates once, by a YAML alias. JSON knows none: they are two mappings after this.
+    local: dict[str, Any] = json.loads(json.dumps(job))
     for replica in local["spec"]["pytorchReplicaSpecs"].values():
-        pod = replica["template"]["spec"] = copy.deepcopy(replica["template"]["spec"])
+        pod = replica["template"]["spec"]
         (container,) = pod["containers"]
         container["image"] = _BASE_IMAGE
         container["command"] = ["python3", "-m", "torch.distributed.run", *container["command"][1:]]
