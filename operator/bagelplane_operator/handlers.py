@@ -65,7 +65,7 @@ def build_registry(notice: Notice, guard: WatchGuard, login: client.Configuratio
     generations: dict[str, int] = {}
 
     async def connect(**_: Any) -> kopf.ConnectionInfo:
-        return await _connection(login)
+        return await build_connection(login)
 
     async def dataset_changed(event: Mapping[str, Any], **_: Any) -> None:
         metadata = event["object"]["metadata"]
@@ -93,7 +93,7 @@ def build_registry(notice: Notice, guard: WatchGuard, login: client.Configuratio
     return registry
 
 
-async def _connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
+async def build_connection(configuration: client.Configuration) -> kopf.ConnectionInfo:
     """The same credentials as the operator's own client has; called again when they are refused."""
     header = await configuration.get_api_key_with_prefix("BearerToken") or ""
     return kopf.ConnectionInfo(

@@ -13,7 +13,7 @@ from bagelplane_operator.attachments import Poll, TrainerPod, parse_status
 
 POLL_SECONDS = 2.0
 MAX_ANSWER_BYTES = 1 << 20
-MAX_AT_ONCE = 32
+MAX_AT_ONCE = 128
 
 
 class Poller:

@@ -257,8 +257,13 @@ class Reconciler:
         planned = plan(resource, observed, self._image, now)
         for action in planned.actions:
             if isinstance(action, Create):
+                title = _title(action.manifest)
                 if await self._cluster.create(action):
-                    log.info("%s/%s: made %s", *key, _title(action.manifest))
+                    log.info("%s/%s: made %s", *key, title)
+                else:
+                    # Mostly one that is about to go; one that stays was not made by us, and pods would mount it.
+                    text = f"{'/'.join(key)}: {title} is in the way. Fix: delete it if it stays"
+                    self._complaints.raise_(f"{key}{title}", text)
             else:
                 await self._cluster.delete(action)
                 log.info("%s/%s: deleted %s %s", *key, action.kind, action.name)

@@ -184,6 +184,7 @@ def running_operator(plane: ControlPlane, log: Path, **environment: str) -> Iter
     port = free_port()
     command = [sys.executable, "-m", "bagelplane_operator", "operator", f"--health-port={port}"]
     variables = {"KUBECONFIG": str(kubeconfig), naming.IMAGE_ENV: "example/dataplane:1", **environment}
+    variables["TMPDIR"] = str(log.parent)  # the client puts certificates there, and a kill leaves them
     process = Component("operator", command, log, variables)
     try:
         yield process

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import datetime as dt
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
+import kopf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes.aio.config import incluster_config
 
 from bagelplane.errors import SpecError
 from bagelplane_operator import naming
 from bagelplane_operator.checks import LONGEST_PAUSE_SECONDS, attempt_of, pause_seconds
-from bagelplane_operator.handlers import WatchGuard
+from bagelplane_operator.cluster import load_configuration
+from bagelplane_operator.handlers import WatchGuard, build_connection
 from bagelplane_operator.reconciler import Complaints, Schedule
 from bagelplane_operator.service import read_settings
 
@@ -154,6 +160,41 @@ def test_settings_come_from_the_environment_of_the_chart() -> None:
 def test_settings_that_are_missing_or_wrong_are_named(environment: dict[str, str]) -> None:
     with pytest.raises(SpecError, match="BAGELPLANE_DATAPLANE_IMAGE"):
         read_settings(environment, 8080)
+
+
+def test_in_a_pod_client_and_watches_use_the_service_account_and_follow_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, authority = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text("first")
+    authority.write_text("a certificate")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(authority))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+
+    async def connections() -> list[kopf.ConnectionInfo]:
+        configuration = await load_configuration()
+        first = await build_connection(configuration)
+        token.write_text("second")
+        monkeypatch.setattr(incluster_config, "datetime", FarFuture)
+        return [first, await build_connection(configuration)]
+
+    first, second = asyncio.run(connections())
+    assert (first.server, first.ca_path) == ("https://[fd00::1]:443", str(authority))
+    assert (first.scheme, first.token, second.token) == ("Bearer", "first", "second")
+
+
+class FarFuture:
+    """The module `datetime` an hour later: tokens are read again after a while."""
+
+    timedelta = dt.timedelta
+
+    class datetime(dt.datetime):  # noqa: N801  (as the module has it)
+        @classmethod
+        def now(cls, tz: dt.tzinfo | None = None) -> dt.datetime:
+            return dt.datetime.now(tz) + dt.timedelta(hours=1)
 
 
 @pytest.mark.parametrize(
