@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -26,7 +26,9 @@ _GONE_SECONDS = 60.0
 
 
 @contextmanager
-def whole_machine(*folders: Path, wait_seconds: float = 0.0) -> Iterator[None]:
+def whole_machine(
+    *folders: Path, wait_seconds: float = 0.0, say: Callable[[str], None] = print
+) -> Iterator[None]:
     """Keeps other test clusters away. `folders` are removed by the next one if this process is killed.
 
     Raises ClusterError if another one is there after `wait_seconds`, and says which.
@@ -36,7 +38,7 @@ def whole_machine(*folders: Path, wait_seconds: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise ClusterError(f"a test cluster needs root: {error}. Fix: run as root") from None
     with state:
-        _lock(state, time.monotonic() + wait_seconds)
+        _lock(state, wait_seconds, say)
         for left in _read(state).get("folders", []):
             _remove(Path(left))
         _write(
@@ -65,18 +67,23 @@ def _remove(folder: Path) -> None:
             )
 
 
-def _lock(state: IO[str], deadline: float) -> None:
+def _lock(state: IO[str], wait_seconds: float, say: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + wait_seconds
+    is_told = False
     while True:
         try:
             fcntl.flock(state, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            holder = _read(state)
+            other = (
+                f"another test cluster is on this machine: process {holder.get('process', 'unknown')} since "
+                f"{holder.get('since', 'a moment')} ({holder.get('command', 'it starts or ends just now')})"
+            )
             if time.monotonic() > deadline:
-                holder = _read(state)
-                raise ClusterError(
-                    f"another test cluster is on this machine: process {holder.get('process', 'unknown')} since "
-                    f"{holder.get('since', 'a moment')} ({holder.get('command', 'it starts or ends just now')}). "
-                    "Fix: wait for its end, or end that process"
-                ) from None
+                raise ClusterError(f"{other}. Fix: wait for its end, or end that process") from None
+            if not is_told:
+                say(f"waiting for up to {wait_seconds:.0f} s: {other}")
+                is_told = True
             time.sleep(_POLL_SECONDS)
         else:
             return
