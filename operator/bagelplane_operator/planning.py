@@ -79,7 +79,7 @@ class Event:
     reason: str
     message: str
     moment: str
-    """When the transition was; with it, the same event made twice is one."""
+    """When the transition was seen, in microseconds; with it, the same event made twice is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def plan(resource: Mapping[str, Any], observed: Observed, default_image: Image, 
         **_figures(observed.attachments, before),
         "conditions": conditions,
     }
-    return Plan(tuple(actions), status, _events(before, conditions, moment), min(waits, default=IDLE_SECONDS))
+    return Plan(tuple(actions), status, _events(before, conditions, now), min(waits, default=IDLE_SECONDS))
 
 
 def build_status_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -154,7 +154,7 @@ def build_event(resource: Mapping[str, Any], event: Event, instance: str) -> Man
             "name": f"{metadata['name']}.{hashlib.sha256(content.encode()).hexdigest()[:16]}",
             "namespace": metadata["namespace"],
         },
-        "eventTime": event.moment.replace("Z", ".000000Z"),
+        "eventTime": event.moment,
         "reportingController": f"{naming.GROUP}/operator",
         "reportingInstance": instance,
         "action": "Reconcile",
@@ -290,13 +290,14 @@ def _figures(attachments: Attachments, before: Mapping[str, Any]) -> dict[str, A
 
 
 def _events(
-    before: Mapping[str, Any], conditions: Sequence[Mapping[str, Any]], moment: str
+    before: Mapping[str, Any], conditions: Sequence[Mapping[str, Any]], now: datetime
 ) -> tuple[Event, ...]:
     """Of Ready alone: when the sources fail it has their reason and message."""
     ready = conditions[0]
     if not is_transition(find_condition(before, ConditionType.READY), ready):
         return ()
     kind = "Normal" if ready["status"] == "True" else "Warning"
+    moment = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     return (Event(kind, ready["reason"], ready["message"], moment),)
 
 
