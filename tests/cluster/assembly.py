@@ -198,6 +198,9 @@ def _cleared_folder(folder: Path) -> Iterator[Callable[[], None]]:
     keeps = ["logs"]
     try:
         yield keeps.clear
+    except KeyboardInterrupt:  # somebody has seen enough
+        keeps.clear()
+        raise
     finally:
         for path in folder.iterdir():
             if path.name not in keeps:
