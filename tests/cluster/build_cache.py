@@ -44,11 +44,13 @@ class BuildCache:
         return self.folder / f"{name}{UNFINISHED}"
 
     def run(self, *command: str, seconds: float = 900, check: bool = True) -> int:
-        """Runs a program of the build, with its output in a log. No child outlives us, unless it keeps the lock."""
+        """Runs a program of the build, with its output in a log. It ends with us. What it
+        started in its turn may end later, and keeps the lock until then.
+        """
         log_path = self.folder / "logs" / f"{Path(command[0]).name}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                command,
+                ["setpriv", "--pdeathsig=KILL", *command],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

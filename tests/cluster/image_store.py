@@ -66,18 +66,17 @@ class ImageStore:
 
 
 def machine_volumes(folder: Path) -> list[str]:
-    """What build steps see of this machine: where pip fetches from, its cache, and whom it trusts."""
-    (folder / "pip-cache").mkdir(exist_ok=True)
+    """What build steps see of this machine: where pip fetches from, and whom it trusts."""
     settings = pip_settings()
     pip_conf = folder / "pip.conf"
     pip_conf.unlink(missing_ok=True)
     with os.fdopen(os.open(pip_conf, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write("[global]\ndisable-pip-version-check = true\ncache-dir = /var/cache/pip\n")
+        file.write("[global]\ndisable-pip-version-check = true\n")
         file.writelines(f"{name} = {value}\n" for name, value in settings.items())
         certificates = _first_file("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE") or Path(_CERTIFICATES)
         if certificates.is_file():
             file.write(f"cert = {_CERTIFICATES}\n")
-    volumes = [f"{pip_conf}:/etc/pip.conf:ro", f"{folder / 'pip-cache'}:/var/cache/pip"]
+    volumes = [f"{pip_conf}:/etc/pip.conf:ro"]
     if certificates.is_file():
         volumes.append(f"{certificates.resolve()}:{_CERTIFICATES}:ro")
     return volumes

@@ -17,7 +17,7 @@ BUILD_AND_HANG = """
 from tests.cluster.build_cache import opened_cache
 with opened_cache(print) as cache:
     cache.unfinished("image.tar").write_text("half")
-    cache.run("bash", "-c", "echo $$ > started; exec sleep 600".replace("started", str(cache.folder / "started")))
+    cache.run("sh", "-c", f"sleep 600 & echo $! > {cache.folder}/started; wait")
 """
 
 
