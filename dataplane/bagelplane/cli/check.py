@@ -131,10 +131,13 @@ def build_report(problems: Sequence[dict[str, str]], groups: int) -> bytes:
     """The report as JSON of at most REPORT_BYTES: long texts are cut, and the last problems are only counted."""
     if not problems:
         return json.dumps(_as_json([], groups)).encode()
+    most = REPORT_BYTES // 50  # their names alone take that much
     for longest_text in (1000, 200, 50):
-        texts = [{key: _cut(text, longest_text) for key, text in problem.items()} for problem in problems]
+        texts = [
+            {key: _cut(text, longest_text) for key, text in problem.items()} for problem in problems[:most]
+        ]
         for count in range(len(texts), 0, -1):
-            left = len(texts) - count
+            left = len(problems) - count
             rest = {"what": f"and {left} more", "got": "", "expected": "", "fix": "see the log of the check"}
             data = json.dumps(_as_json(texts[:count] + [rest] * bool(left), groups)).encode()
             if len(data) <= REPORT_BYTES:
