@@ -195,7 +195,7 @@ def last_snapshot_step(cluster: Cluster) -> int:
     dataset = load_dataset(EXAMPLES / "dataset.yaml")
     uri = dataset.spec.snapshots.uri
     assert uri is not None
-    manifest = SnapshotStore(open_storage(cluster.s3.settings), uri, spec_hash(dataset)).nearest()
+    manifest = SnapshotStore(open_storage(cluster.s3.settings), uri, spec_hash(dataset)).nearest(None)
     assert manifest is not None, "no complete snapshot"
     return manifest.step
 
