@@ -81,7 +81,7 @@ spec:
         - |
           echo ring: $(cat /ring/pack) $(df --output=fstype,size /ring | tail -1)
           echo "user: $(id -u)"
-          touch /probe || echo "root: read-only"
+          touch /probe 2>/dev/null || echo "root: read-only"
           python3 - <<'END'
           import socket, urllib.request
           print("web:", urllib.request.urlopen("http://web.{NAMESPACE}.svc.cluster.local/", timeout=5).status)
