@@ -4,7 +4,8 @@
         cluster.install()
         cluster.kubectl("get", "nodes")
 
-Everything is in one folder of the user's cache; of that only logs/ stays, and only where something failed.
+Everything is in one folder of the user's cache; of that only logs/ stays, and only where something failed. The node's
+images are in a folder beside it, for the next one.
 """
 
 from __future__ import annotations
@@ -132,12 +133,16 @@ def _own_cluster(work_dir: Path, say: Say) -> Iterator[Cluster]:
     # What takes minutes comes before all that others may wait for.
     find_programs(say=say)
     archives = image_archives(say=say)
-    with whole_machine(work_dir, wait_seconds=_OTHERS_USE_SECONDS), _cleared_folder(work_dir) as clear:
+    image_store = work_dir.with_name(f"{work_dir.name}-images")
+    with (
+        whole_machine(work_dir, wait_seconds=_OTHERS_USE_SECONDS, say=say),
+        _cleared_folder(work_dir) as clear,
+    ):
         began = time.monotonic()
         with (
             host_bridge(),
             control_plane(work_dir, advertise_address=HOST_ADDRESS) as plane,
-            node(plane, work_dir / "node") as the_node,
+            node(plane, work_dir / "node", image_store=image_store, say=say) as the_node,
             serve_versitygw(work_dir / "s3", address=HOST_ADDRESS, say=say) as server,
         ):
             cluster = Cluster(Kubectl(plane.kubeconfig), server, work_dir, say, plane, the_node, archives)
