@@ -113,6 +113,8 @@ def test_dataplane_starts_on_a_read_only_root_as_whoever(
 def test_operator_has_all_that_it_imports(image: Callable[[str], UnpackedImage]) -> None:
     operator = image("operator")
     assert operator.config["Entrypoint"] == ["python", "-m", "bagelplane_operator"]
+    usage = output(operator.run(*operator.config["Entrypoint"], "--help", user=ANYONE))
+    assert "webhook" in usage
     imported = operator.run("python", "-c", IMPORT_ALL, "bagelplane_operator", user=ANYONE)
     assert "bagelplane_operator" in output(imported)
 
