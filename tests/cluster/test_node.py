@@ -109,7 +109,7 @@ def web(cluster: Cluster) -> Iterator[Cluster]:
         last_seen=lambda: kubectl.describe("pod", "web", namespace=NAMESPACE),
     )
     yield cluster
-    kubectl.run("delete", "namespace", NAMESPACE, "--now")
+    kubectl.run("delete", "namespace", NAMESPACE, "--now", "--wait=false")
 
 
 def test_pod_with_sidecar_and_shared_memory_runs_to_its_end_under_restricted_and_finds_services_by_name(
