@@ -63,7 +63,7 @@ def _forget_containers(
     try:
         inside.run(["sh", "-c", _FORGET_CONTAINERS, "forget", find_program("ctr"), *start])
     except ClusterError as error:
-        say(f"the image store {image_store} cannot be used, and is made anew: {error}")
+        say(f"the image store {image_store} cannot be used, and is made anew: {str(error).splitlines()[-1]}")
         shutil.rmtree(image_store)
         image_store.mkdir()
 
