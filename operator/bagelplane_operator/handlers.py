@@ -32,6 +32,8 @@ _CLIENT_SECONDS = 330.0
 _INACTIVE_SECONDS = 90.0  # the API server sends a bookmark every minute
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _STOP_SECONDS = 10.0
+# Of a type that kopf does not export. kopf's own guess asks for the user's name, and in the image the user has none.
+_IDENTITY: Any = "bagelplane-operator"
 
 
 class WatchGuard:
@@ -168,4 +170,5 @@ class Watcher:
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=self._stop_kopf,
+            identity=_IDENTITY,
         )

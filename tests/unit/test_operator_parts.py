@@ -19,7 +19,7 @@ from bagelplane.errors import SpecError
 from bagelplane_operator import naming
 from bagelplane_operator.checks import LONGEST_PAUSE_SECONDS, attempt_of, pause_seconds
 from bagelplane_operator.cluster import load_configuration
-from bagelplane_operator.handlers import WatchGuard, build_connection
+from bagelplane_operator.handlers import Watcher, WatchGuard, build_connection
 from bagelplane_operator.reconciler import Complaints, Schedule
 from bagelplane_operator.service import read_settings
 
@@ -221,3 +221,16 @@ def test_the_command_ends_with_one_line(arguments: list[str], environment: dict[
     assert finished.returncode == 2
     assert finished.stderr.startswith(said)
     assert finished.stderr.count("\n") == 1
+
+
+def test_kopf_is_not_left_to_ask_for_the_name_of_a_user_that_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, object] = {}
+
+    async def operator(**arguments: object) -> None:
+        given.update(arguments)
+
+    monkeypatch.setattr(kopf, "operator", operator)
+    asyncio.run(Watcher(kopf.OperatorRegistry(), [])._watch())
+    assert given["identity"]
