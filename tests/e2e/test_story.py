@@ -215,7 +215,15 @@ def check_packs(packs: dict[tuple[int, int], str], *, first_step: int) -> None:
 
 def check_sidecars_ended_well(cluster: Cluster) -> None:
     """They ran when the trainers ended, were told to stop, and stopped in order."""
-    for pod in pods(cluster):
+
+    def ended_pods() -> list[dict[str, Any]]:
+        # The job has succeeded with its master; the worker may still be ending.
+        seen = pods(cluster)
+        return seen if all(pod["status"]["phase"] == "Succeeded" for pod in seen) else []
+
+    for pod in cluster.kubectl.wait_for(
+        "all pods to end", ended_pods, 60, last_seen=lambda: describe_pods(cluster)
+    ):
         (sidecar,) = [
             status for status in pod["status"]["initContainerStatuses"] if status["name"] == "bagelplane"
         ]
