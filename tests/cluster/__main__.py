@@ -13,6 +13,7 @@ from tests.cluster.build_cache import ImageError
 from tests.cluster.kubectl import KubectlError
 from tests.cluster.processes import ClusterError
 from tests.cluster.release import HelmError
+from tests.cluster.training import SECRET
 from tests.tools.go_build import ToolError
 from tests.tools.programs import find_program
 
@@ -20,14 +21,23 @@ _POLL_SECONDS = 1.0
 
 
 def show(cluster: Cluster) -> None:
+    """What a person wants to know of it, in lines to copy."""
+    s3 = cluster.s3
     print(
-        f"\n  export KUBECONFIG={cluster.kubeconfig}"
-        f"\n  kubectl of its version: {find_program('kubectl')}"
-        f"\n  S3 from here: {cluster.s3.url}, buckets in {cluster.s3.root_dir}"
-        f"\n    AWS_ACCESS_KEY_ID={cluster.s3.access_key_id} AWS_SECRET_ACCESS_KEY={cluster.s3.secret_access_key}"
-        f"\n  tests on it: BAGELPLANE_TEST_KUBECONFIG={cluster.kubeconfig} .venv/bin/python -m pytest tests/e2e"
-        f"\n  logs: {cluster.logs_dir}"
-        "\nCtrl-C ends it.",
+        f"""
+  export KUBECONFIG={cluster.kubeconfig}
+  export PATH={find_program("kubectl").parent}:{find_program("helm").parent}:$PATH
+
+The README's part on Kubernetes, by hand: the chart is installed (its values: {cluster.work_dir / "values.yaml"}).
+Its example trains on the bucket `training`. The keys, and the job with an image and torch that are here:
+  kubectl create secret generic {SECRET} --from-literal=access_key_id={s3.access_key_id} \
+      --from-literal=secret_access_key={s3.secret_access_key}
+  .venv/bin/python -m tests.cluster.localise docs/examples/kubernetes/pytorchjob.yaml | kubectl apply -f -
+
+  S3 from here: {s3.url}, buckets in {s3.root_dir}
+  tests on it: BAGELPLANE_TEST_KUBECONFIG={cluster.kubeconfig} .venv/bin/python -m pytest tests/e2e
+  logs: {cluster.logs_dir}
+Ctrl-C ends it.""",
         flush=True,
     )
 

@@ -21,6 +21,7 @@ SECRET = "bagel-s3"
 _CLAIM = "trainer-environment"
 _ENVIRONMENT_DIR = "/opt/trainer"
 _BASE_IMAGE = "localhost/bagelplane/base:test"
+_CLAIMED = {"persistentVolumeClaim": {"claimName": _CLAIM, "readOnly": True}}
 
 
 def create_namespace(
@@ -55,7 +56,9 @@ def create_namespace(
     kubectl.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
 
 
-def localise(job: Mapping[str, Any], **environment: str) -> dict[str, Any]:
+def localise(
+    job: Mapping[str, Any], *, volume: Mapping[str, Any] = _CLAIMED, **environment: str
+) -> dict[str, Any]:
     """The example's PyTorchJob with the image and the torch of the tests; `environment` goes to the trainer."""
     # The example writes both templates once, by a YAML alias. JSON knows none: they are two mappings after this.
     local: dict[str, Any] = json.loads(json.dumps(job))
@@ -69,9 +72,7 @@ def localise(job: Mapping[str, Any], **environment: str) -> dict[str, Any]:
             *({"name": name, "value": value} for name, value in environment.items()),
         ]
         container["volumeMounts"].append({"name": _CLAIM, "mountPath": _ENVIRONMENT_DIR, "readOnly": True})
-        pod["volumes"].append(
-            {"name": _CLAIM, "persistentVolumeClaim": {"claimName": _CLAIM, "readOnly": True}}
-        )
+        pod["volumes"].append({"name": _CLAIM, **volume})
     return local
 
 
