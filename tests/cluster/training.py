@@ -56,10 +56,8 @@ def create_namespace(
     kubectl.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
 
 
-def localise(
-    job: Mapping[str, Any], *, volume: Mapping[str, Any] = _CLAIMED, **environment: str
-) -> dict[str, Any]:
-    """The example's PyTorchJob with the image and the torch of the tests; `environment` goes to the trainer."""
+def localise(job: Mapping[str, Any], *, volume: Mapping[str, Any] = _CLAIMED) -> dict[str, Any]:
+    """The example's PyTorchJob with the image and the torch of the tests."""
     # The example writes both templates once, by a YAML alias. JSON knows none: they are two mappings after this.
     local: dict[str, Any] = json.loads(json.dumps(job))
     for replica in local["spec"]["pytorchReplicaSpecs"].values():
@@ -67,10 +65,7 @@ def localise(
         (container,) = pod["containers"]
         container["image"] = _BASE_IMAGE
         container["command"] = ["python3", "-m", "torch.distributed.run", *container["command"][1:]]
-        container["env"] = [
-            {"name": "PYTHONPATH", "value": _ENVIRONMENT_DIR},
-            *({"name": name, "value": value} for name, value in environment.items()),
-        ]
+        container["env"] = [{"name": "PYTHONPATH", "value": _ENVIRONMENT_DIR}]
         container["volumeMounts"].append({"name": _CLAIM, "mountPath": _ENVIRONMENT_DIR, "readOnly": True})
         pod["volumes"].append({"name": _CLAIM, **volume})
     return local

@@ -56,7 +56,7 @@ def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(trai
     kubectl.run("apply", "--namespace", NAMESPACE, "--filename", str(EXAMPLES / "dataset.yaml"))
     wait_until_ready(training)
 
-    start_job(training, STEP_SECONDS="0.5")
+    start_job(training)
     first = training.kubectl.wait_for(
         "nine packs of every rank",
         lambda: packs if len(packs := packs_in_logs(training)) == RANKS * 9 or enough(packs) else None,
@@ -97,8 +97,8 @@ def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(trai
 # --- what is done ---------------------------------------------------------------------------------
 
 
-def start_job(cluster: Cluster, **environment: str) -> None:
-    job = localise(example("pytorchjob.yaml"), **environment)
+def start_job(cluster: Cluster) -> None:
+    job = localise(example("pytorchjob.yaml"))
     for replica in job["spec"]["pytorchReplicaSpecs"].values():
         command = replica["template"]["spec"]["containers"][0]["command"]
         command.insert(command.index("/trainer/train.py"), "/trainer/watch.py")

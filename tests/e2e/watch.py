@@ -2,14 +2,13 @@
 
     torchrun watch.py train.py
 
-A line of JSON a pack on stdout. STEP_SECONDS: a pause after each, so that a test can act in the middle.
+A line of JSON a pack on stdout.
 """
 
 import json
 import os
 import runpy
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ def watched_next(loader: PackedLoader) -> dict[str, Any]:
     # One write below the size that a pipe keeps whole: two ranks share the log.
     line = {"rank": loader.place.rank, "step": step, "pack": digest(describe(batch))}
     os.write(1, f"{json.dumps(line)}\n".encode())
-    time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
     return batch
 
 
