@@ -23,6 +23,7 @@ _POLL_SECONDS = 1.0
 def show(cluster: Cluster) -> None:
     """What a person wants to know of it, in lines to copy."""
     s3 = cluster.s3
+    keys = f"--from-literal=access_key_id={s3.access_key_id} --from-literal=secret_access_key={s3.secret_access_key}"
     print(
         f"""
   export KUBECONFIG={cluster.kubeconfig}
@@ -30,8 +31,7 @@ def show(cluster: Cluster) -> None:
 
 The README's part on Kubernetes, by hand: the chart is installed (its values: {cluster.work_dir / "values.yaml"}).
 Its example trains on the bucket `training`. The keys, and the job with an image and torch that are here:
-  kubectl create secret generic {SECRET} --from-literal=access_key_id={s3.access_key_id} \
-      --from-literal=secret_access_key={s3.secret_access_key}
+  kubectl create secret generic {SECRET} {keys}
   .venv/bin/python -m tests.cluster.localise docs/examples/kubernetes/pytorchjob.yaml | kubectl apply -f -
 
   S3 from here: {s3.url}, buckets in {s3.root_dir}
