@@ -30,7 +30,8 @@ def show(cluster: Cluster) -> None:
   export PATH={find_program("kubectl").parent}:{find_program("helm").parent}:$PATH
 
 The README's part on Kubernetes, by hand: the chart is installed (its values: {cluster.work_dir / "values.yaml"}).
-Its example trains on the bucket `training`. The keys, and the job with an image and torch that are here:
+Its example trains on the bucket `training`, where some rows are faulty on purpose. The keys, and the job with an image
+and torch that are here:
   kubectl create secret generic {SECRET} {keys}
   .venv/bin/python -m tests.cluster.localise docs/examples/kubernetes/pytorchjob.yaml | kubectl apply -f -
 
