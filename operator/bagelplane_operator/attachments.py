@@ -89,13 +89,23 @@ def _sidecar_state(pod: Mapping[str, Any]) -> tuple[bool, str]:
         waiting = state.get("waiting") or {}
         if state.get("running") is not None:
             return True, ""
+        end = _end(state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {})
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             words = " ".join(f"{waiting['reason']} {waiting.get('message') or ''}".split())
-            return False, f"the sidecar does not run: {words}"
-        if state.get("terminated"):
-            code = state["terminated"].get("exitCode")
-            return False, f"the sidecar ended with exit code {code}"
+            return False, f"the sidecar {end}; {words}" if end else f"the sidecar does not run: {words}"
+        return False, f"the sidecar {end}" if end else ""
     return False, ""
+
+
+def _end(terminated: Mapping[str, Any]) -> str:
+    """How a container ended; with its last words, which say more than the pause until its restart."""
+    if not terminated:
+        return ""
+    reason = terminated.get("reason")
+    cause = f" ({reason})" if reason not in (None, "Error", "Completed") else ""
+    words = str(terminated.get("message") or "").split("\n")
+    last = next((" ".join(line.split()) for line in reversed(words) if line.strip()), "")
+    return f"ended with exit code {terminated.get('exitCode')}{cause}{f': {last}' if last else ''}"
 
 
 # --- what a sidecar says --------------------------------------------------------------------------

@@ -167,6 +167,36 @@ def test_a_silent_sidecar_is_named_with_the_time_since_when() -> None:
             },
             "the sidecar ended with exit code 3",
         ),
+        (
+            {
+                "initContainerStatuses": [
+                    {
+                        "name": "bagelplane",
+                        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+                        "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+                    }
+                ]
+            },
+            "the sidecar ended with exit code 137 (OOMKilled); CrashLoopBackOff back-off 10s",
+        ),
+        (
+            {
+                "initContainerStatuses": [
+                    {
+                        "name": "bagelplane",
+                        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}},
+                        "lastState": {
+                            "terminated": {
+                                "exitCode": 4,
+                                "reason": "Error",
+                                "message": "INFO begins\nerror: there is no such  bucket\n",
+                            }
+                        },
+                    }
+                ]
+            },
+            "the sidecar ended with exit code 4: error: there is no such bucket; CrashLoopBackOff back-off 10s",
+        ),
     ],
 )
 def test_a_pod_whose_sidecar_does_not_run_says_so_and_is_not_asked(
