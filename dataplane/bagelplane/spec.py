@@ -91,7 +91,7 @@ KIND = "BagelDataset"
 
 class DatasetSpec(SpecModel):
     profile: Literal["Strict", "Automodel"] = field(
-        "Strict: faults of the peer mended. Automodel: bit for bit what NeMo Automodel yields.", "Strict"
+        "Strict: faults of NeMo Automodel mended. Automodel: bit for bit what it yields.", "Strict"
     )
     storage: Storage = field("How the object store is reached.", factory=Storage)
     tokenizer: Tokenizer = field("What turns text into tokens.")
