@@ -73,7 +73,9 @@ class ServerAnswer:
         return f"{self.code} (HTTP {self.status})"
 
 
-_CREDENTIALS_FIX = "correct the access key and secret (the Secret or folder of credentials, profile or environment)"
+_CREDENTIALS_FIX = (
+    "correct the access key and secret (the Secret or folder of credentials, profile or environment)"
+)
 _EXPIRED_FIX = "renew the credentials; in a cluster update the Secret"
 _PACKAGE_FIX = "install gcsfs for gs://, adlfs for az://"
 
