@@ -56,6 +56,12 @@ def create_namespace(
     kubectl.apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
 
 
+def remove_namespace(kubectl: Kubectl, namespace: str) -> None:
+    """The namespace, and the volume that belongs to it and lies outside."""
+    kubectl.run("delete", "namespace", namespace, "--timeout=120s")
+    kubectl.run("delete", "persistentvolume", f"{namespace}-{_CLAIM}", "--timeout=60s")
+
+
 def localise(job: Mapping[str, Any], *, volume: Mapping[str, Any] = _CLAIMED) -> dict[str, Any]:
     """The example's PyTorchJob with the image and the torch of the tests."""
     # The example writes both templates once, by a YAML alias. JSON knows none: they are two mappings after this.

@@ -12,7 +12,7 @@ import pytest
 from bagelplane.spec import BagelDataset, InvalidDatasetError
 from tests.cluster.fixtures import Cluster
 from tests.cluster.kubectl import KubectlError
-from tests.cluster.training import create_namespace, example
+from tests.cluster.training import create_namespace, example, remove_namespace
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -48,8 +48,7 @@ def cluster_with_dataset(installed: Cluster) -> Iterator[Cluster]:
     )
     apply(installed, example("dataset.yaml"))
     yield installed
-    installed.kubectl.run("delete", "namespace", NAMESPACE, "--timeout=120s")
-    installed.kubectl.run("delete", "persistentvolume", "--all", "--timeout=60s")
+    remove_namespace(installed.kubectl, NAMESPACE)
 
 
 def apply(cluster: Cluster, dataset: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.spec import load_dataset, spec_hash
 from bagelplane.storage import open_storage
 from tests.cluster.fixtures import Cluster
-from tests.cluster.training import EXAMPLES, create_namespace, example, localise
+from tests.cluster.training import EXAMPLES, create_namespace, example, localise, remove_namespace
 from tests.e2e import trainer_files
 from tests.golden.hashing import digest
 from tests.golden.recordings import load_recording
@@ -47,8 +47,7 @@ def training(installed: Cluster) -> Iterator[Cluster]:
     }
     installed.kubectl.apply(json.dumps(config_map))
     yield installed
-    installed.kubectl.run("delete", "namespace", NAMESPACE, "--timeout=120s")
-    installed.kubectl.run("delete", "persistentvolume", "--all", "--timeout=60s")
+    remove_namespace(installed.kubectl, NAMESPACE)
 
 
 def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(training: Cluster) -> None:
