@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from bagelplane.spec import BagelDataset
 from bagelplane.storage import StorageSettings, open_storage
 from bagelplane.stream import Look
 
+_BUCKET = re.compile(r"[a-z0-9]+://[^/\s]+")
+_ALSO = "; the same at"
 PATIENCE_SECONDS = 10.0
 """Time for looks that fail, all together. A store that does not answer is not asked again for each data set."""
 
@@ -33,6 +36,18 @@ class Examination:
     """In the order of the resource; each message begins with the place in it."""
     store: SnapshotStore | None = None
     known_bad: dict[str, str] = field(default_factory=dict)
+    _first_of: dict[tuple[str, ...], BagelplaneError] = field(default_factory=dict)
+
+    def add(self, error: BagelplaneError, place: str) -> None:
+        """A wrong key is wrong for every data set: what the store refuses for one reason is said once."""
+        cause = error.what.rpartition(": ")[2]
+        bucket = _BUCKET.search(error.what)
+        key = (error.got, error.fix, cause, bucket.group() if bucket else error.what)
+        first = self._first_of.setdefault(key, error)
+        if first is error:
+            self.problems.append(error)
+        else:
+            first.what += f"{',' if _ALSO in first.what else _ALSO} {place}"
 
 
 def examine(
@@ -64,7 +79,7 @@ def examine(
         except BagelplaneError as error:
             if not error.what.startswith(place):
                 error.what = f"{place}: {error.what}"
-            found.problems.append(error)
+            found.add(error, place)
             if isinstance(error, StorageError) and not isinstance(error, SnapshotError):
                 refused_place = place
             failing_seconds += time.monotonic() - begun
