@@ -259,6 +259,7 @@ def test_a_store_that_does_not_answer_is_named_and_not_asked_for_every_data_set(
     first, rest = reported(tmp_path / "report")["problems"]
     assert f"cannot read s3://bucket/tokenizer.json at {server.url}" in first["what"]
     assert rest["what"] == "what comes after spec.tokenizer was not looked at"
+    assert rest["fix"] == "correct what is named above, then look again"
     assert len(requests) == 1, errors
 
 

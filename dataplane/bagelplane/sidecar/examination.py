@@ -87,8 +87,8 @@ def examine(
                 found.problems.append(
                     StorageError(
                         f"what comes after {place} was not looked at",
-                        got=f"{failing_seconds:.0f} s of waiting for answers that did not come",
-                        fix="see to the store first",
+                        got=f"{failing_seconds:.0f} s spent on what failed",
+                        fix="correct what is named above, then look again",
                     )
                 )
                 break
