@@ -43,6 +43,8 @@ class TrainerPod:
     job: str
     revision: str
     """The short hash of the configuration that it was injected with; empty when it was not."""
+    spec_hash: str
+    """Of the spec that it was injected with: what its stream is made of."""
     obstacle: str
     """Why its sidecar cannot be asked; empty for one that is only starting."""
     active: bool
@@ -65,6 +67,7 @@ def read_pod(pod: Mapping[str, Any]) -> TrainerPod:
         address=str(status.get("podIP", "")) if running else "",
         job=next((str(labels[label]) for label in _JOB_LABELS if labels.get(label)), ""),
         revision=str(annotations.get(naming.INJECTED_ANNOTATION, "")),
+        spec_hash=str(annotations.get(naming.SPEC_HASH_ANNOTATION, "")),
         obstacle=obstacle,
         active=not ended and not metadata.get("deletionTimestamp") and not opted_out,
         holds_config=not ended,
@@ -236,7 +239,9 @@ def fold(
     remembered: dict[str, Memory] = {}
     ranks: list[RankStatus] = []
     rates: list[float] = []
-    for pod in sorted((pod for pod in pods if pod.active), key=lambda pod: pod.name):
+    active = sorted((pod for pod in pods if pod.active), key=lambda pod: pod.name)
+    mixed = _mixed_jobs(active)
+    for pod in active:
         poll, before = polls.get(pod.uid, Poll(None)), memory.get(pod.uid, Memory())
         status = poll.status
         if status is None:
@@ -246,7 +251,8 @@ def fold(
             entries.append(_entry(pod, None, None, pod.obstacle or since))
             continue
         after = remembered[pod.uid] = _remember(before, status, at_seconds)
-        entries.append(_entry(pod, status, after.packs_per_second, _problem(pod, status)))
+        problem = _mixture(pod) if pod.job in mixed else _problem(pod, status)
+        entries.append(_entry(pod, status, after.packs_per_second, problem))
         ranks += status.ranks
         rates += [] if after.packs_per_second is None else [after.packs_per_second]
     attached = [rank for rank in ranks if rank.attached]
@@ -281,6 +287,20 @@ def _entry(pod: TrainerPod, status: SidecarStatus | None, rate: float | None, pr
             "lastSnapshotStep": status.last_snapshot_step,
         }
     return {key: value for key, value in entry.items() if value is not None}
+
+
+def _mixed_jobs(pods: Iterable[TrainerPod]) -> set[str]:
+    """Jobs whose ranks take packs of different streams: the spec was changed, and then a pod was replaced."""
+    hashes: dict[str, set[str]] = {}
+    for pod in pods:
+        if pod.job and pod.spec_hash:
+            hashes.setdefault(pod.job, set()).add(pod.spec_hash)
+    return {job for job, of_job in hashes.items() if len(of_job) > 1}
+
+
+def _mixture(pod: TrainerPod) -> str:
+    what = f"pods of the job {pod.job} were made from different specs, this one from {pod.spec_hash[:12]}"
+    return f"{what}. Fix: start the job anew, and all its ranks take one stream"
 
 
 def _problem(pod: TrainerPod, status: SidecarStatus) -> str:

@@ -195,7 +195,13 @@ def build_trainer_pod(name: str = "trainer-0", **changes: Any) -> Manifest:
     }
 
 
-def trainer_pod(name: str = "trainer-0", revision: str = "0123456789ab", **changes: Any) -> TrainerPod:
+def trainer_pod(
+    name: str = "trainer-0",
+    revision: str = "0123456789ab",
+    spec_hash: str = "ee64fc869117b831",
+    **changes: Any,
+) -> TrainerPod:
     pod = build_trainer_pod(name, **changes)
     pod["metadata"]["annotations"][naming.INJECTED_ANNOTATION] = revision
+    pod["metadata"]["annotations"][naming.SPEC_HASH_ANNOTATION] = spec_hash
     return read_pod(pod)

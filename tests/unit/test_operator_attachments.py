@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,6 +214,24 @@ def test_a_labelled_pod_without_a_sidecar_says_so() -> None:
     manifest["spec"] = {"containers": [{"name": "pytorch"}]}
     (entry,) = fold([read_pod(manifest)], {}, {}, 0.0, NOW).entries
     assert "has no sidecar. Fix: create it again" in entry["problem"]
+
+
+def test_a_job_whose_pods_were_made_from_different_specs_says_so_on_each() -> None:
+    def problems(*pods: TrainerPod) -> list[str | None]:
+        polls = {pod.uid: poll(build_rank()) for pod in pods}
+        return [entry.get("problem") for entry in fold(pods, polls, {}, 0.0, NOW).entries]
+
+    master, worker = trainer_pod("a-master"), trainer_pod("b-worker")
+    assert problems(master, replace(worker, revision="another storage")) == [None, None]
+    newer = replace(worker, spec_hash="f2454063f950")
+    first, second = problems(master, newer)
+    assert first is not None
+    assert "made from different specs, this one from ee64fc869117. Fix: start the job anew" in first
+    assert second is not None
+    assert "this one from f2454063f950" in second
+    assert problems(master, replace(newer, job="another")) == [None, None]
+    assert problems(master, replace(newer, job="")) == [None, None]
+    assert problems(master, replace(newer, active=False)) == [None]
 
 
 def test_pods_that_ended_are_being_deleted_or_opted_out_are_no_attachments() -> None:
