@@ -123,4 +123,6 @@ def is_transition(before: Mapping[str, Any] | None, after: Mapping[str, Any]) ->
 
 
 def cut(text: str, characters: int) -> str:
+    """At most so long, and such that the API server keeps it as it is: half a surrogate pair is no text."""
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= characters else text[: characters - 1] + "…"
