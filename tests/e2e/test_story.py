@@ -58,7 +58,7 @@ def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(trai
     start_job(training)
     first = training.kubectl.wait_for(
         "nine packs of every rank",
-        lambda: packs if len(packs := packs_in_logs(training)) == RANKS * 9 or enough(packs) else None,
+        lambda: packs if enough(packs := packs_in_logs(training), steps=9) else None,
         240,
         last_seen=lambda: describe_pods(training),
     )
@@ -91,6 +91,28 @@ def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(trai
     )
     # What the last poll saw: the end of a job this quick comes between two.
     assert resumed_at <= after["step"] <= STEPS, after
+
+
+def test_after_a_pod_is_lost_without_a_word_all_ranks_go_on_at_one_step(training: Cluster) -> None:
+    kubectl = training.kubectl
+    kubectl.run("apply", "--namespace", NAMESPACE, "--filename", str(EXAMPLES / "dataset.yaml"))
+    wait_until_ready(training)
+    start_job(training)
+    kubectl.wait_for(
+        "six packs of every rank",
+        lambda: enough(packs_in_logs(training), steps=6),
+        240,
+        last_seen=lambda: describe_pods(training),
+    )
+    lost = f"{JOB}-worker-0"
+    # At once, so that its sidecar writes no last snapshot, while the master's stands further on.
+    kubectl.run("delete", "pod", lost, "--namespace", NAMESPACE, "--grace-period=0", "--force")
+    wait_until_succeeded(training)
+    again = packs_in_logs(training)
+    first_steps = {rank: min(step for owner, step in again if owner == rank) for rank in range(RANKS)}
+    assert len(set(first_steps.values())) == 1, first_steps
+    check_packs(again, first_step=first_steps[0])
+    assert {step for _, step in again} == set(range(first_steps[0], STEPS))
 
 
 # --- what is done ---------------------------------------------------------------------------------
@@ -140,9 +162,8 @@ def condition(status: dict[str, Any], kind: str) -> str:
     return next((item["status"] for item in status.get("conditions") or [] if item["type"] == kind), "")
 
 
-def enough(packs: dict[tuple[int, int], str]) -> bool:
-    steps = [step for _, step in packs]
-    return len({rank for rank, _ in packs}) == RANKS and all(steps.count(step) == RANKS for step in range(9))
+def enough(packs: dict[tuple[int, int], str], *, steps: int) -> bool:
+    return all((rank, step) in packs for rank in range(RANKS) for step in range(steps))
 
 
 # --- what is seen ---------------------------------------------------------------------------------

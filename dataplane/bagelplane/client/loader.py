@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -11,11 +12,14 @@ import numpy as np
 import torch
 import torch.distributed
 
+from bagelplane.client.agreement import lowest_of_all
 from bagelplane.client.connection import Place
 from bagelplane.client.reader import DEFAULT_TIMEOUT_SECONDS, Image, NumpyReader
 from bagelplane.engine.layout import assemble
 from bagelplane.engine.pack import Pack
 from bagelplane.shm.protocol import Snapshotted
+
+logger = logging.getLogger(__name__)
 
 
 class PackedLoader:
@@ -55,12 +59,17 @@ class PackedLoader:
         else 0 of 1. local_rank: default LOCAL_RANK, else `rank`. generation: of the BagelDataset; default
         `BAGELPLANE_GENERATION`. device: where all tensors shall be; default: in the CPU's memory. resume:
         where to begin without a loaded state. latest: after the last acknowledged pack, or the newest
-            snapshot, or at the start, whichever the sidecar has first; none: at the start.
+            snapshot, or at the start, whichever the sidecar has first; none: at the start. With latest, and
+            rank and world size from torch.distributed, all ranks begin at the lowest step that one of their
+            sidecars has: take the first pack on every rank, and load a state on all or on none.
         timeout_seconds: longest wait for anything; its error names what it waited for and what it last saw.
         """
+        self._must_agree = False
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._must_agree = resume == "latest" and rank is None and world_size is None
             rank = torch.distributed.get_rank() if rank is None else rank
             world_size = torch.distributed.get_world_size() if world_size is None else world_size
+        self._timeout_seconds = timeout_seconds
         self._device = None if device is None else torch.device(device)
         self._reader = NumpyReader(
             directory,
@@ -81,23 +90,28 @@ class PackedLoader:
         return self
 
     def __next__(self) -> dict[str, Any]:
+        self._agree()
         return self._reader.take(self._convert)
 
     @property
     def step(self) -> int:
         """See `NumpyReader.step`."""
+        self._agree()
         return self._reader.step
 
     def state_dict(self) -> dict[str, Any]:
         """See `NumpyReader.state_dict`."""
+        self._agree()
         return self._reader.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `NumpyReader.load_state_dict`."""
+        self._must_agree = False
         self._reader.load_state_dict(state_dict)
 
     def resume(self, *, step: int) -> None:
         """Continues with pack number `step` (from 0): any step, saved or not."""
+        self._must_agree = False
         self._reader.resume(step=step)
 
     def snapshot(self) -> Snapshotted:
@@ -119,6 +133,24 @@ class PackedLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _agree(self) -> None:
+        """Without a loaded state, all ranks begin at the lowest step that one of their sidecars stands at."""
+        if not self._must_agree:
+            return
+        place, ours = self.place, self._reader.step
+        agreed = lowest_of_all(
+            ours, rank=place.rank, world_size=place.world_size, timeout_seconds=self._timeout_seconds
+        )
+        if agreed != ours:
+            logger.warning(
+                "rank %d: its sidecar stood at step %d, another rank's at %d: all go on there",
+                place.rank,
+                ours,
+                agreed,
+            )
+            self._reader.resume(step=agreed)
+        self._must_agree = False
 
     def _convert(self, pack: Pack, images: list[Image]) -> dict[str, Any]:
         return {key: self._to_tensors(value) for key, value in assemble(pack, images).items()}
