@@ -7,7 +7,8 @@ load.
 
 Every function may run in any number of threads; Pillow releases the GIL while it decodes and resizes.
 Pillow's limits are process-wide: they are set when the first image is looked at, or earlier by
-`configure_pillow`. What resizes, compiled code or Pillow, is resampling.py's: the bits are the same.
+`configure_pillow`. What resizes, compiled code or Pillow, is resampling.py's, and what decodes plain JPEGs is
+jpeg.py's: the bits are the same.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
 
+from bagelplane import jpeg
 from bagelplane.png_text import MAX_CHUNK_BYTES, without_bulky_text
 from bagelplane.resampling import choice, resize_rgb
 
@@ -42,8 +44,6 @@ _HEADER_IS_EXACT = frozenset(
 # Pillow hands these to Ghostscript, an external interpreter: not for bytes out of a data set.
 _REFUSED_FORMATS = frozenset({"EPS"})
 
-_JPEG_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
-_JPEG_STEPPED_OVER = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})  # tables, comment, APPn
 _PNG_PREFIX = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 
 # (bit depth, colour type) pairs that PNG defines.
@@ -66,7 +66,8 @@ class ImageError(Exception):
 def configure_pillow() -> None:
     """Sets Pillow's process-wide limits to those of the recorded streams, and loads all of its formats.
 
-    Chooses what resizes, too. Raises SpecError if BAGELPLANE_RESAMPLER asks for what there is not.
+    Chooses what resizes and what decodes JPEG, too. Raises SpecError if BAGELPLANE_RESAMPLER or BAGELPLANE_JPEG
+    asks for what there is not.
     """
     ImageFile.LOAD_TRUNCATED_IMAGES = True
     Image.MAX_IMAGE_PIXELS = PIXEL_LIMIT
@@ -74,7 +75,9 @@ def configure_pillow() -> None:
     # Left to itself, Pillow does this at the first image of a rare format; a second thread that opens one
     # meanwhile is told that there is no such format.
     Image.init()
-    choice()  # so that a wrong setting is told before the first image
+    # So that a wrong setting is told before the first image.
+    choice()
+    jpeg.choice()
 
 
 # Once a process, however often images are looked at.
@@ -114,6 +117,10 @@ def resize_into(image: Image.Image, out: np.ndarray) -> None:
 def _decode(data: bytes) -> Image.Image:
     image = _open(data)
     _check_size(*image.size)
+    if image.format == "JPEG":
+        decoded = jpeg.decode_plain(data, image.size)
+        if decoded is not None:
+            return decoded
     # Both are asked before loading: loading may turn a palette into colours.
     if image.mode == "RGBA" or "transparency" in image.info:
         rgba = image.convert("RGBA")
@@ -178,39 +185,9 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Size from the frame header of a plain baseline or progressive JPEG, None if anything is unusual.
-
-    Walks the segments up to the start of the scan, as decoders do: thumbnails inside a segment are stepped
-    over, and a header that ends early is for Pillow to judge.
-    """
-    size = None
-    position, last = 2, len(data) - 4
-    while position <= last:
-        if data[position] != 0xFF:
-            return None
-        marker = data[position + 1]
-        if marker == 0xFF:  # a fill byte
-            position += 1
-            continue
-        if marker == 0xDA:  # start of scan
-            return size
-        length = data[position + 2] << 8 | data[position + 3]
-        body = position + 4
-        position += 2 + length
-        if marker in _JPEG_FRAMES and size is None:
-            size = _frame_size(data[body:position])
-            if size is None:
-                return None
-        elif marker not in _JPEG_STEPPED_OVER or length < 2:
-            return None
-    return None
-
-
-def _frame_size(frame: bytes) -> tuple[int, int] | None:
-    components = frame[5] if len(frame) > 5 else 0
-    if components not in {1, 3, 4} or len(frame) != 6 + 3 * components or frame[0] != 8:
-        return None
-    return frame[3] << 8 | frame[4], frame[1] << 8 | frame[2]
+    """Size from the frame header of a JPEG, None if anything is unusual."""
+    header = jpeg.read_header(data)
+    return header.size if header else None
 
 
 def _png_size(data: bytes) -> tuple[int, int] | None:
@@ -244,8 +221,5 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 _PARSERS: dict[bytes, Callable[[bytes], tuple[int, int] | None]] = {
     b"\x89PNG": _png_size,
     b"RIFF": _webp_size,
-    # The fourth byte is the first segment's marker: whatever `_jpeg_size` takes, or a fill byte.
-    **{
-        b"\xff\xd8\xff" + bytes([marker]): _jpeg_size for marker in (*_JPEG_STEPPED_OVER, *_JPEG_FRAMES, 0xFF)
-    },
+    **{b"\xff\xd8\xff" + bytes([marker]): _jpeg_size for marker in jpeg.START_MARKERS},
 }

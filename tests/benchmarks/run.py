@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bagelplane.resampling import choice
+from bagelplane import jpeg, resampling
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -310,7 +310,7 @@ def machine(cores: list[int], load: float) -> str:
         else f" Load average at the start {load:.1f}: the machine was busy, trust the CPU columns."
     )
     system = f"{model}, cores {cores} of {os.cpu_count()}, Python {platform.python_version()}"
-    return f"{system}, resampler of ours: {choice()}.{busy}"
+    return f"{system}, resampler of ours: {resampling.choice()}, JPEG decoder of ours: {jpeg.choice()}.{busy}"
 
 
 def write_docs(text: str) -> None:

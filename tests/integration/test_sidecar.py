@@ -617,6 +617,7 @@ def test_status_and_metrics_say_what_happens(start: Start) -> None:
         status = reader.status()
         assert status["ranks"][0]["next_step"] == 6
         assert status["resampler"].startswith(("native (", "pillow ("))
+        assert status["jpeg_decoder"].startswith(("libjpeg-turbo (", "pillow ("))
 
 
 # ---- deaths

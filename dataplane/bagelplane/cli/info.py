@@ -11,7 +11,18 @@ from importlib import metadata
 import bagelplane
 from bagelplane.cli.output import Format, FormatOption, print_facts, print_json, print_line
 
-_PACKAGES = ("numpy", "pillow", "pyarrow", "fsspec", "s3fs", "tokenizers", "torch", "av", "matplotlib")
+_PACKAGES = (
+    "numpy",
+    "pillow",
+    "pyarrow",
+    "fsspec",
+    "s3fs",
+    "simplejpeg",
+    "tokenizers",
+    "torch",
+    "av",
+    "matplotlib",
+)
 
 
 def version(output: FormatOption = Format.TABLE) -> None:
@@ -31,7 +42,7 @@ def info(output: FormatOption = Format.TABLE) -> None:
 
         bagelplane info -o json
     """
-    from bagelplane.resampling import choice
+    from bagelplane import jpeg, resampling
     from bagelplane.sources.registry import registered_types
 
     packages = {name: _version_of(name) for name in _PACKAGES}
@@ -44,7 +55,8 @@ def info(output: FormatOption = Format.TABLE) -> None:
         "groupTypes": list(registered_types()),
         "canReadVideoFiles": importlib.util.find_spec("av") is not None,
         "canDraw": importlib.util.find_spec("matplotlib") is not None,
-        "resampler": str(choice()),
+        "resampler": str(resampling.choice()),
+        "jpegDecoder": str(jpeg.choice()),
         "packages": packages,
     }
     if output is Format.JSON:
@@ -58,6 +70,7 @@ def info(output: FormatOption = Format.TABLE) -> None:
         "free shared memory, bytes": document["sharedMemoryFreeBytes"],
         "group types": ", ".join(registered_types()),
         "images are resized by": document["resampler"],
+        "JPEGs are decoded by": document["jpegDecoder"],
         **{name: found or "not installed" for name, found in packages.items()},
     }
     print_facts("", facts)

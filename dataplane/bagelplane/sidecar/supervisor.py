@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bagelplane import jpeg, resampling
 from bagelplane.errors import RingError, SnapshotError, SpecError, StorageError, TransientStorageError
-from bagelplane.resampling import choice
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
@@ -443,7 +443,8 @@ class Supervisor:
             "problem": self._problem,
             "ranks": [self._rank_status(server) for _, server in sorted(self.servers.items())],
             "known_bad_images": len(self._known_bad),
-            "resampler": str(choice()),
+            "resampler": str(resampling.choice()),
+            "jpeg_decoder": str(jpeg.choice()),
             "snapshots": {
                 "uri": self._store.uri if self._store is not None else None,
                 "last_step": health.last_step,
