@@ -39,6 +39,7 @@ _FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive, all 
 _STEPPED_OVER = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})  # tables, comment, APPn
 _ADOBE = 0xEE
 _ADOBE_YCC = 1
+_ADOBE_SHORT = -1  # a marker that ends before it says how
 START_MARKERS = frozenset({*_STEPPED_OVER, *_FRAMES, 0xFF})
 """What may follow the two bytes that begin a JPEG for `read_header` to take it: a segment, or a fill byte."""
 
@@ -107,8 +108,8 @@ def read_header(data: bytes) -> JpegHeader | None:
                 return None
         elif marker not in _STEPPED_OVER or length < 2:
             return None
-        elif marker == _ADOBE and data[body : body + 5] == b"Adobe":
-            transforms.add(data[body + 11] if length >= 14 else -1)
+        elif marker == _ADOBE and data.startswith(b"Adobe", body):
+            transforms.update(data[body + 11 : min(body + 12, position)] or {_ADOBE_SHORT})
     return None
 
 

@@ -85,6 +85,7 @@ def test_damaged_files_are_read_or_refused(data: bytes) -> None:
 @settings(max_examples=300)
 @example(b"\xff\xd8\xff\xff\xff\xff")
 @example(b"\xff\xd8\xff\xc0\x00\x02\xff\xda")
+@example(b"\xff\xd8\xff\xee\x00\x0eAdobe")
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     read(data)
 

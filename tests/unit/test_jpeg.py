@@ -133,6 +133,13 @@ def test_the_header_alone_says_which_files_are_decoded_directly() -> None:
     assert seen == PLAIN
 
 
+def test_a_header_that_ends_anywhere_is_read_or_left_to_pillow() -> None:
+    for name, data in jpeg_corpus.marked_files(sound("optimized")):
+        for end in range(min(len(data), 400)):
+            header = read_header(data[:end])
+            assert header is None or header == read_header(data), f"{name} at {end}"
+
+
 def test_what_is_plain_and_has_no_flaw_is_decoded_directly(fast: jpeg.Decode) -> None:
     for name in ("420 quality 75", "grey quality 75", "progressive quality 75", "two in one file"):
         image = decode_plain(sound(name), (90, 70) if name.startswith("two") else (61, 47))
