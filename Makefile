@@ -17,7 +17,7 @@ help: ## this list
 env: .venv/ready ## the environment: .venv, from the pins in constraints/
 
 .venv/ready: constraints/dev.txt pyproject.toml tools/environment.sh hatch_build.py \
-		dataplane/bagelplane/native/resample.c
+		dataplane/bagelplane/native/resample.c dataplane/bagelplane/native/planes.c
 	$(call stage,environment,tools/environment.sh)
 
 # pytest is last, so that its closing line ends the output.

@@ -1,4 +1,4 @@
-"""Compiles the resampler when the package is built or installed, and goes on without it where that fails.
+"""Compiles what is in C when the package is built or installed, and goes on without it where that fails.
 
 A wheel takes the library in and is then one for this platform; an editable install finds it in the source tree.
 It has no Python in it, so one wheel does for all Python versions. CC names another compiler, CFLAGS adds options.
@@ -12,13 +12,15 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("dataplane/bagelplane/native/resample.c")
-LIBRARY = SOURCE.with_name("libresample.so")
+NATIVE = Path("dataplane/bagelplane/native")
+SOURCES = (NATIVE / "resample.c", NATIVE / "planes.c")
+LIBRARY = NATIVE / "libresample.so"
 # No -march: one library runs on all machines of an architecture and looks by itself for what they have.
 OPTIONS = ["-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
 COMPILE_SECONDS = 120
@@ -30,7 +32,7 @@ class ResamplerBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         self._folder = tempfile.TemporaryDirectory()
         compiled = Path(self._folder.name) / LIBRARY.name
-        problem = compile_library(Path(self.root) / SOURCE, compiled)
+        problem = compile_library([Path(self.root) / source for source in SOURCES], compiled)
         if problem:
             self.app.display_warning(f"bagelplane: no compiled resampler, Pillow will resize: {problem}")
         if version == "editable":
@@ -45,13 +47,13 @@ class ResamplerBuildHook(BuildHookInterface[Any]):
         self._folder.cleanup()
 
 
-def compile_library(source: Path, library: Path) -> str:
+def compile_library(sources: Sequence[Path], library: Path) -> str:
     """Why there is no library now, in one line; empty if there is one."""
     compiler = shlex.split(os.environ.get("CC", "")) or find_compiler()
     if not compiler:
         return "there is no C compiler (cc, gcc, clang). Fix: install one, or name it in CC"
     extra = shlex.split(os.environ.get("CFLAGS", ""))
-    command = [*compiler, *OPTIONS, *extra, "-o", str(library), str(source)]
+    command = [*compiler, *OPTIONS, *extra, "-o", str(library), *map(str, sources)]
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS, check=False

@@ -1,4 +1,4 @@
-"""The resampler compiled from the source as it is, so that no library of an older install is what is tested."""
+"""The compiled code, from the sources as they are, so that no library of an older install is what is tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "dataplane/bagelplane/native/resample.c"
+NATIVE = ROOT / "dataplane/bagelplane/native"
+SOURCES = [NATIVE / "resample.c", NATIVE / "planes.c"]
 
 _FOLDER = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
@@ -28,6 +29,6 @@ def build_hook() -> types.ModuleType:
 @functools.cache
 def compiled_library() -> Path:
     path = Path(_FOLDER.name) / "libresample.so"
-    problem = build_hook().compile_library(SOURCE, path)
+    problem = build_hook().compile_library(SOURCES, path)
     assert not problem, f"the tests need a C compiler: {problem}"
     return path

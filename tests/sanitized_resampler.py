@@ -1,4 +1,4 @@
-"""Exercises a resampler compiled with sanitizers: python -m tests.sanitized_resampler LIBRARY PAIRS [overflow].
+"""Exercises the compiled code, built with sanitizers: python -m tests.sanitized_resampler LIBRARY PAIRS [overflow].
 
 Run by tests/unit/test_native_sanitized.py in a process of its own, into which the sanitizer's library is loaded first.
 Every array has memory of exactly its size, with the sanitizer's guard around it. `overflow` makes a wrong call on
@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from bagelplane import native
-from bagelplane.native import AxisWeights, Resampler, axis_weights
+from bagelplane.native import AxisWeights, PlaneWriter, Resampler, axis_weights
 
 LONGEST = 200
 
 
 def main(library: Path, pairs: int) -> None:
     draw = random.Random(3)
+    writer, tables = PlaneWriter(library), np.zeros((3, 256), np.float32)
     resamplers = [Resampler(library, portable=portable) for portable in (False, True)]
     refused = 0
     for number in range(pairs):
@@ -33,6 +34,7 @@ def main(library: Path, pairs: int) -> None:
             for vertical_first in (False, True):
                 source, out = arrays(before, after, content, number)
                 resampler.resize(source, out, vertical_first=vertical_first)
+                writer.write(out, tables, np.empty((3, *out.shape[:2]), np.float32))
         refused += damaged(draw, resamplers, before, after)
     print(f"{pairs} size pairs, {4 * pairs} calls, {refused} of {pairs} calls with damaged weights refused")
 

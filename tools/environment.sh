@@ -60,7 +60,7 @@ if ! is_usable .venv/bin/python; then
 fi
 run_uv pip install --quiet --python .venv/bin/python --require-hashes --requirement constraints/dev.txt
 # The build backend is among the pins, so that nothing unpinned is fetched for the build.
-# Built anew each time: the build compiles dataplane/bagelplane/native/resample.c.
+# Built anew each time: the build compiles dataplane/bagelplane/native/*.c.
 run_uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --reinstall-package bagelplane \
     --editable .
 [ -e dataplane/bagelplane/native/libresample.so ] ||

@@ -18,7 +18,7 @@ from bagelplane import native, resampling
 from bagelplane.errors import SpecError
 from bagelplane.native import NativeError, Resampler, axis_weights, is_vertical_first
 from bagelplane.resampling import Choice, choice, resize_rgb
-from tests.native_library import SOURCE, build_hook, compiled_library
+from tests.native_library import SOURCES, build_hook, compiled_library
 
 RANDOM_PAIRS = 3_000
 
@@ -367,7 +367,7 @@ def test_without_a_compiler_the_build_goes_on(tmp_path: Path, monkeypatch: pytes
     hook = build_hook()
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    problem = hook.compile_library(SOURCE, tmp_path / "lib.so")
+    problem = hook.compile_library(SOURCES, tmp_path / "lib.so")
     assert problem.startswith("there is no C compiler")
 
 
@@ -375,7 +375,7 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(tmp_path: Path) -> None:
     hook = build_hook()
     source = tmp_path / "bad.c"
     source.write_text("int main(void) { return undeclared; }\n")
-    problem = hook.compile_library(source, tmp_path / "lib.so")
+    problem = hook.compile_library([source], tmp_path / "lib.so")
     assert "undeclared" in problem
     assert "\n" not in problem
 
@@ -389,16 +389,18 @@ def test_a_library_of_a_failed_build_does_not_stay(tmp_path: Path) -> None:
 
 
 def test_a_library_of_another_version_is_not_used(tmp_path: Path, library: Path) -> None:
-    source = SOURCE.read_text()
+    resample, planes = SOURCES
     changed = tmp_path / "resample.c"
-    changed.write_text(source.replace("#define INTERFACE_VERSION 1", "#define INTERFACE_VERSION 99"))
+    changed.write_text(
+        resample.read_text().replace("#define INTERFACE_VERSION 2", "#define INTERFACE_VERSION 99")
+    )
     path = tmp_path / "other.so"
-    assert not build_hook().compile_library(changed, path)
+    assert not build_hook().compile_library([changed, planes], path)
     with pytest.raises(NativeError, match="version 99"):
         Resampler(path)
 
 
-def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
+def test_the_sources_compile_without_a_warning(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler, "the tests need a C compiler"
     flags = [
@@ -412,6 +414,6 @@ def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
         "-fPIC",
         "-shared",
     ]
-    command = [compiler, *flags, "-o", str(tmp_path / "lib.so"), str(SOURCE)]
+    command = [compiler, *flags, "-o", str(tmp_path / "lib.so"), *map(str, SOURCES)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

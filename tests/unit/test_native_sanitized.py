@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native_library import ROOT, SOURCE, build_hook
+from tests.native_library import ROOT, SOURCES, build_hook
 
 PAIRS = 600
 FIX = "Fix: install gcc with its sanitizers (Debian: apt-get install gcc libc6-dev)"
@@ -23,7 +23,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", gcc())
         patch.setenv("CFLAGS", OPTIONS)
-        problem = build_hook().compile_library(SOURCE, compiled)
+        problem = build_hook().compile_library(SOURCES, compiled)
     assert not problem, f"{problem}. {FIX}"
     return compiled
 

@@ -1,9 +1,9 @@
-"""Resizing in compiled code: Pillow's BICUBIC, bit for bit, several times as fast.
+"""Compiled code: Pillow's BICUBIC resize, bit for bit, several times as fast, and pixels into planes of floats.
 
-`resample.c` is plain C without Python, compiled when the package is built or installed (hatch_build.py) and
-called through ctypes, which releases the GIL. Where it could not be compiled there is no library, `load` gives
-None, and `bagelplane.resampling` lets Pillow resize. What is computed, and why like this:
-docs/adr/0009-native-resampler.md.
+`resample.c` and `planes.c` are plain C without Python, compiled when the package is built or installed
+(hatch_build.py) and called through ctypes, which releases the GIL. Where they could not be compiled there is no
+library, `load` gives None, `bagelplane.resampling` lets Pillow resize, and NumPy makes the planes. What is
+computed, and why like this: docs/adr/0009-native-resampler.md.
 
 No Pillow in here, no choice of resampler, no log lines: those are resampling.py's. Nothing here keeps state but the
 weights of the last sizes; any number of threads may resize at once.
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 LIBRARY_PATH = Path(__file__).with_name("libresample.so")
-INTERFACE_VERSION = 1
-"""That of resample.c. A library of another version, left over in a source tree, is not used."""
+INTERFACE_VERSION = 2
+"""That of the library (in resample.c). A library of another version, left over in a source tree, is not used."""
 
 SIDE_LIMIT_PIXELS = 65_535
 """Longer sides are not resized here."""
@@ -89,25 +89,35 @@ def is_vertical_first(in_size: tuple[int, int], out_size: tuple[int, int]) -> bo
     return out_height < in_height and in_height - out_height > 2 * (in_width - out_width)
 
 
-class Resampler:
-    """The loaded library. `instructions` says which code runs: "avx2" or "portable"."""
+class _Library:
+    """The loaded library. Raises NativeError if it does not load or belongs to another version of this package."""
 
-    def __init__(self, path: Path, *, portable: bool = False) -> None:
-        """Raises NativeError if the library does not load or belongs to another version of this package."""
+    def __init__(self, path: Path) -> None:
         try:
             library = ctypes.CDLL(str(path))
             version = library.bagelplane_interface_version()
-            self._resample = library.bagelplane_resample
-            has_avx2 = bool(library.bagelplane_has_avx2())
+            self.resample = library.bagelplane_resample
+            self.to_planes = library.bagelplane_to_planes
+            self.has_avx2 = bool(library.bagelplane_has_avx2())
         except (OSError, AttributeError) as error:
             raise NativeError(f"{path.name} does not load: {error}") from error
         if version != INTERFACE_VERSION:
             raise NativeError(f"{path.name} is of version {version}, this package needs {INTERFACE_VERSION}")
         size, pointer = ctypes.c_int64, ctypes.c_void_p
         picture, axis = (pointer, size, size), (pointer, pointer, pointer, size)
-        self._resample.argtypes = (*picture, *picture, *axis, *axis, ctypes.c_int, ctypes.c_int)
-        self._resample.restype = ctypes.c_int
-        self._use_avx2 = has_avx2 and not portable
+        self.resample.argtypes = (*picture, *picture, *axis, *axis, ctypes.c_int, ctypes.c_int)
+        self.to_planes.argtypes = (*picture, *picture, pointer)
+        self.resample.restype = self.to_planes.restype = ctypes.c_int
+
+
+class Resampler:
+    """The loaded library. `instructions` says which code runs: "avx2" or "portable"."""
+
+    def __init__(self, path: Path, *, portable: bool = False) -> None:
+        """Raises NativeError if the library does not load or belongs to another version of this package."""
+        library = _Library(path)
+        self._resample = library.resample
+        self._use_avx2 = library.has_avx2 and not portable
         self.instructions = "avx2" if self._use_avx2 else "portable"
 
     def resize(self, source: np.ndarray, out: np.ndarray, *, vertical_first: bool = False) -> None:
@@ -138,6 +148,40 @@ class Resampler:
             raise ValueError(f"cannot resize {in_width}x{in_height} to {out_width}x{out_height}")
 
 
+class PlaneWriter:
+    """Writes pixels into planes of floats, by tables that hold the float for each value of a byte."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises NativeError if the library does not load or belongs to another version of this package."""
+        self._to_planes = _Library(path).to_planes
+
+    def write(self, rgb: np.ndarray, tables: np.ndarray, out: np.ndarray) -> None:
+        """Writes tables[c, rgb[y, x, c]] to out[c, y, x].
+
+        `rgb` is uint8 [h, w, 3], `tables` float32 [3, 256], both C-contiguous; `out` is float32 [3, h, w], rows
+        without gaps, one behind the other (a corner of a larger such array is). Raises ValueError for anything else.
+        """
+        _check("rgb", rgb, 3)
+        if not _are_tables(tables):
+            raise ValueError("tables is not a C-contiguous float32 array [3, 256]")
+        height, width, _ = rgb.shape
+        if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != (3, height, width):
+            raise ValueError(f"out is not a float32 array {(3, height, width)}")
+        if not out.flags.writeable or not out.flags.aligned or any(part % 4 for part in out.strides):
+            raise ValueError("out is read-only or not aligned")
+        if np.may_share_memory(rgb, out) or np.may_share_memory(tables, out):
+            raise ValueError("out overlaps what is read")
+        plane, row, step = (part // 4 for part in out.strides)
+        arguments = (rgb.ctypes.data, width, height, out.ctypes.data, plane, row, tables.ctypes.data)
+        if (step != 1 and width > 1) or self._to_planes(*arguments) == _BAD_ARGUMENTS:
+            raise ValueError(f"out has strides {out.strides}: rows or planes overlap or have gaps")
+
+
+def load_planes() -> PlaneWriter | None:
+    """The same for planes: None without a library. Raises NativeError if it cannot be used."""
+    return PlaneWriter(LIBRARY_PATH) if LIBRARY_PATH.exists() else None
+
+
 def load() -> Resampler | None:
     """The library beside this file, None if there is none. Raises NativeError if it cannot be used."""
     return Resampler(LIBRARY_PATH) if LIBRARY_PATH.exists() else None
@@ -149,6 +193,11 @@ def _check(name: str, array: np.ndarray, channels: int) -> None:
         raise ValueError(f"{name} is not a C-contiguous uint8 array [height, width, {channels}]")
     if not all(1 <= side <= SIDE_LIMIT_PIXELS for side in array.shape[:2]):
         raise ValueError(f"{name} has a side outside of 1 to {SIDE_LIMIT_PIXELS}: {array.shape}")
+
+
+def _are_tables(array: np.ndarray) -> bool:
+    good = isinstance(array, np.ndarray) and array.dtype == np.float32 and array.shape == (3, 256)
+    return good and bool(array.flags.c_contiguous and array.flags.aligned)
 
 
 def _axis(inputs: int, outputs: int) -> AxisWeights | None:

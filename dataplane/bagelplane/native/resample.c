@@ -37,7 +37,7 @@
 
 enum { OK = 0, BAD_ARGUMENTS = 1, NO_MEMORY = 2 };
 
-#define INTERFACE_VERSION 1
+#define INTERFACE_VERSION 2
 #define PRECISION_BITS 22
 #define HALF (1 << (PRECISION_BITS - 1))
 #define SIDE_LIMIT 65535
@@ -204,7 +204,7 @@ AVX2 static void narrow_block_avx2(const uint8_t *const in[BLOCK], uint8_t *cons
                                               8, -1, 12, -1, 9, -1, 13, -1, 10, -1, 14, -1, 11, -1, 15, -1);
     const __m256i lows = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
     const __m256i highs = _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3);
-    const __m128i half = _mm_set1_epi32(HALF);
+    const __m256i half = _mm256_set1_epi32(HALF);
     for (size_t x = 0; x < outputs; x++) {
         const int16_t *group = split->groups + x * split->group_limit * 8;
         const size_t end = 4 * (size_t)split->start[x] + 16 * (size_t)split->count[x];
@@ -222,16 +222,19 @@ AVX2 static void narrow_block_avx2(const uint8_t *const in[BLOCK], uint8_t *cons
                 high[r] = _mm256_add_epi32(high[r], _mm256_madd_epi16(pixels, high_weights));
             }
         }
-        __m128i sums[BLOCK];
-        for (int r = 0; r < BLOCK; r++) {
-            const __m256i both = put_together(low[r], high[r]);
-            const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-            sums[r] = _mm_srai_epi32(_mm_add_epi32(sum, half), PRECISION_BITS);
+        /* The two halves of a row are added for two rows at once: rows 0 and 1 in sums[0], 2 and 3 in sums[1]. */
+        __m256i sums[2];
+        for (int q = 0; q < 2; q++) {
+            const __m256i a = put_together(low[2 * q], high[2 * q]), b = put_together(low[2 * q + 1], high[2 * q + 1]);
+            const __m256i firsts = _mm256_permute2x128_si256(a, b, 0x20), seconds = _mm256_permute2x128_si256(a, b, 0x31);
+            const __m256i sum = _mm256_add_epi32(firsts, seconds);
+            sums[q] = _mm256_srai_epi32(_mm256_add_epi32(sum, half), PRECISION_BITS);
         }
-        /* Packing saturates, first to int16, then to uint8: the clamp. */
-        const __m128i pixels = _mm_packus_epi16(_mm_packs_epi32(sums[0], sums[1]), _mm_packs_epi32(sums[2], sums[3]));
-        const int32_t words[BLOCK] = {_mm_extract_epi32(pixels, 0), _mm_extract_epi32(pixels, 1),
-                                      _mm_extract_epi32(pixels, 2), _mm_extract_epi32(pixels, 3)};
+        /* Packing saturates, first to int16, then to uint8: the clamp. It stays in the halves: rows 0 and 2, 1 and 3. */
+        const __m256i words16 = _mm256_packs_epi32(sums[0], sums[1]);
+        const __m256i pixels = _mm256_packus_epi16(words16, words16);
+        const int32_t words[BLOCK] = {_mm256_extract_epi32(pixels, 0), _mm256_extract_epi32(pixels, 4),
+                                      _mm256_extract_epi32(pixels, 1), _mm256_extract_epi32(pixels, 5)};
         for (int r = 0; r < BLOCK; r++)
             memcpy(out[r] + 3 * x, &words[r], 4); /* the fourth byte is the next pixel's first, written next */
     }
