@@ -9,7 +9,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bagelplane.engine.packer import PackingConfig, SpecialTokens
@@ -17,7 +17,7 @@ from bagelplane.engine.planner import Group
 from bagelplane.engine.resizing import ResizeRule
 from bagelplane.engine.rng import stream_seed
 from bagelplane.engine.samples import FrameSampler, ImageLedger, ImageTransform, PlanContext
-from bagelplane.engine.sharding import shard_to_rank, shard_to_worker
+from bagelplane.engine.sharding import order_units, shard_to_rank, shard_to_worker, share_of_stream
 from bagelplane.errors import SpecError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.edit import read_row_group_counts
@@ -48,6 +48,8 @@ class StreamSettings:
     data_seed: int
     global_seed: int | None
     max_consecutive_drops: int
+    ordered_units: dict[str, list[Any]] | None = None
+    """By group, for elastic sharding: listed and ordered once for all streams of a rank."""
 
     @staticmethod
     def from_resource(dataset: BagelDataset) -> StreamSettings:
@@ -76,6 +78,10 @@ class StreamSettings:
             worker_id=worker_id,
         )
 
+    def for_streams(self) -> StreamSettings:
+        """The same for elastic sharding: a rank of `Topology` is a stream then."""
+        return replace(self, ordered_units={})
+
     def list_units(self, config: GroupConfig) -> list[Any]:
         """All units of a group, before sharding. Raises SpecError for a type that is no stored one."""
         return stored_type(config).list_units(config, self.storage, random.Random())
@@ -96,14 +102,7 @@ def open_group(
     settings: StreamSettings, config: GroupConfig, topology: Topology, worker_id: int, images: ImageLedger
 ) -> Group:
     """One worker's part of a group. Raises DataError when there are fewer units than consumers."""
-    block, _ = shard_to_rank(
-        settings.list_units(config),
-        rng=random.Random(),
-        epoch_seed=settings.data_seed,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        group=config.name,
-    )
+    block = _block(settings, config, topology)
     units, unread = shard_to_worker(
         block, num_workers=topology.num_workers, worker_id=worker_id, group=config.name
     )
@@ -120,6 +119,25 @@ def open_group(
         context=plan_context(config, settings.encode, images),
         worker_id=worker_id,
     )
+
+
+def _block(settings: StreamSettings, config: GroupConfig, topology: Topology) -> list[Any]:
+    """The units of a rank, or of a stream."""
+    ordered = settings.ordered_units
+    if ordered is None:
+        block, _ = shard_to_rank(
+            settings.list_units(config),
+            rng=random.Random(),
+            epoch_seed=settings.data_seed,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            group=config.name,
+        )
+        return block
+    if config.name not in ordered:
+        units = settings.list_units(config)
+        ordered[config.name] = order_units(units, rng=random.Random(), epoch_seed=settings.data_seed)
+    return share_of_stream(ordered[config.name], topology.rank, topology.world_size, config.name)
 
 
 def storage_settings(dataset: BagelDataset) -> StorageSettings:

@@ -233,11 +233,6 @@ def refuse_unsupported(
         fix = "write `profile: Automodel`"
         what = "is Strict, which this release does not run yet (it is the default)"
         problems.append(Problem(("spec", "profile"), what, fix=fix))
-    if spec.sharding.mode == "Elastic":
-        loc, fix = ("spec", "sharding", "mode"), "write `mode: Bagel`"
-        problems.append(
-            Problem(loc, "is Elastic, which this release does not run yet (it is the default)", fix=fix)
-        )
     if spec.storage.cache is not None:
         loc = ("spec", "storage", "cache")
         problems.append(Problem(loc, "is set, this release keeps no cache yet", fix="remove it"))

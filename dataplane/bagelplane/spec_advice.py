@@ -30,7 +30,10 @@ def give_advice(dataset: BagelDataset) -> Iterator[Problem]:
 def _about_streams(spec: DatasetSpec) -> Iterator[Problem]:
     if spec.sharding.mode != "Elastic":
         return
-    streams = spec.sharding.streams
+    streams, workers = spec.sharding.streams, spec.sharding.workers_per_rank
+    if workers != 1:
+        what = "is not used by sharding.mode Elastic, whose streams are set by sharding.streams"
+        yield Problem(("spec", "sharding", "workersPerRank"), what, show(workers), "remove it")
     missed = [size for size in _COMMON_WORLD_SIZES if size <= streams and streams % size]
     if missed:
         what = f"is not divisible by {', '.join(map(str, missed))}: such world sizes cannot continue the run"

@@ -346,12 +346,17 @@ class Sharding(SpecModel):
         "Elastic",
     )
     streams: int = field(
-        "Elastic: number of streams; world sizes must divide it.", 64, unit="streams", ge=1, le=65_536
+        "Elastic: number of streams; world sizes must divide it, and each group needs as many files, row groups "
+        "or lines.",
+        64,
+        unit="streams",
+        ge=1,
+        le=65_536,
     )
     workers_per_rank: int = field(
         "Bagel: logical workers of a rank. 0: as Automodel iterated in the process (num_workers 0), a rank's "
         "part in order. n: as a DataLoader with n workers, n contiguous parts taken in turn, each in reverse "
-        "order, as the peer does. They are streams in one process, not processes.",
+        "order, as the peer does. They are streams in one process, not processes. Elastic does not use it.",
         1,
         unit="workers",
         ge=0,

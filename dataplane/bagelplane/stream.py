@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from bagelplane.elastic import ElasticStream
 from bagelplane.engine.drops import Drop, DropLog
+from bagelplane.engine.elastic import ElasticPlace, check_world_size
 from bagelplane.engine.layout import build_pack
 from bagelplane.engine.pack import Pack
 from bagelplane.engine.packer import SpecialTokens
@@ -27,7 +29,7 @@ from bagelplane.engine.profile import AUTOMODEL
 from bagelplane.engine.raw_samples import RawPixels
 from bagelplane.engine.rng import StreamRandom
 from bagelplane.engine.samples import ImageLedger, PlannedImage, newest_bad_images
-from bagelplane.engine.sharding import shard_to_rank, shard_to_worker
+from bagelplane.engine.sharding import shard_to_rank, shard_to_worker, share_of_stream
 from bagelplane.errors import BagelplaneError, SnapshotError
 from bagelplane.images import ImageError, configure_pillow, resize_into
 from bagelplane.settings import StreamSettings, dataset_config, open_group, stored_type
@@ -71,13 +73,16 @@ class WorkerStream:
         self._mark: Mark = planner.mark()
         self._pending: PackPlan | None = None
 
-    def next_pack(self, allocate: Allocate) -> tuple[Pack, list[np.ndarray]]:
+    def next_pack(
+        self, allocate: Allocate, *, plan_ahead: Callable[[], None] | None = None
+    ) -> tuple[Pack, list[np.ndarray]]:
         """The next pack and its pixels: the arrays that `allocate` gave for its `image_shapes`, filled.
 
         (Samples that bring pixels have them in the list instead, float32 [3, h, w].)
 
         `allocate` is called once more for each time that a bad image voids the plan. Raises DataError when a
         group gives nothing but drops. `pack.step` counts this worker's packs; `pack.state` is left empty.
+        `plan_ahead` is what this thread does while others decode (default: `self.plan_ahead`).
         """
         verified: set[str] = set()
         while True:
@@ -85,7 +90,7 @@ class WorkerStream:
             self._ahead = None
             self._pending = prepared.plan
             pixels = list(allocate(prepared.pack))
-            bad = self._decode(prepared, pixels, verified)
+            bad = self._decode(prepared, pixels, verified, plan_ahead or self.plan_ahead)
             if not bad:
                 self._mark = prepared.plan.after
                 for drop in prepared.plan.drops:
@@ -142,7 +147,13 @@ class WorkerStream:
         )
         return _Prepared(plan, pack, images)
 
-    def _decode(self, prepared: _Prepared, pixels: list[np.ndarray], verified: set[str]) -> dict[str, str]:
+    def _decode(
+        self,
+        prepared: _Prepared,
+        pixels: list[np.ndarray],
+        verified: set[str],
+        plan_ahead: Callable[[], None],
+    ) -> dict[str, str]:
         """Fill `pixels`, decode what else was opened, plan the next pack meanwhile; causes of failure by key."""
         targets: dict[str, list[np.ndarray]] = {}
         sources = dict(prepared.plan.opened)
@@ -155,7 +166,7 @@ class WorkerStream:
         for key in prepared.plan.opened:
             if key not in verified:
                 targets.setdefault(key, [])
-        return self._run(targets, prepared.plan, verified, sources, plan_ahead=True)
+        return self._run(targets, prepared.plan, verified, sources, plan_ahead)
 
     def _run(
         self,
@@ -163,8 +174,7 @@ class WorkerStream:
         plan: PackPlan,
         verified: set[str],
         sources: Mapping[str, Any] | None = None,
-        *,
-        plan_ahead: bool = False,
+        plan_ahead: Callable[[], None] | None = None,
     ) -> dict[str, str]:
         sources = plan.opened if sources is None else sources
         bad: dict[str, str] = {}
@@ -182,13 +192,16 @@ class WorkerStream:
         futures: dict[str, Future[str | None]] = {
             key: self._pool.submit(decode_into, sources[key], arrays) for key, arrays in targets.items()
         }
-        if plan_ahead:
-            self._plan_ahead()
+        if plan_ahead is not None:
+            plan_ahead()
         for key, future in futures.items():
             settle(key, future.result())
         return bad
 
-    def _plan_ahead(self) -> None:
+    def plan_ahead(self) -> None:
+        """Plan the next pack now, unless that is done already."""
+        if self._ahead is not None:
+            return
         try:
             self._ahead = self._prepare()
         except BagelplaneError:
@@ -334,7 +347,7 @@ def open_rank_stream(
     decode_threads: int = 1,
     known_bad: Mapping[str, str] | None = None,
     on_bad_images: OnBadImages | None = None,
-) -> RankStream:
+) -> RankStream | ElasticStream:
     """The stream that `dataset` declares for one rank, at its beginning or where `state` was taken.
 
     `known_bad` are images found undecodable before (key to cause); `on_bad_images` is called with new ones
@@ -345,16 +358,36 @@ def open_rank_stream(
     bad = dict(known_bad or {})
     pool = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode") if decode_threads else None
     drops = DropLog(log)
-    workers = [
-        open_worker_stream(
-            settings, topology, worker_id, known_bad=bad, drops=drops, pool=pool, on_bad_images=on_bad_images
-        )
-        for worker_id in range(max(1, topology.num_workers))
-    ]
-    stream = RankStream(workers, topology, drops, bad, pool)
+    open_worker = partial(open_worker_stream, known_bad=bad, pool=pool, on_bad_images=on_bad_images)
+    stream: RankStream | ElasticStream
+    if dataset.spec.sharding.mode == "Elastic":
+        stream = _elastic_stream(dataset, settings, topology, open_worker, drops, bad, pool)
+    else:
+        workers = [
+            open_worker(settings, topology, worker_id, drops=drops)
+            for worker_id in range(max(1, topology.num_workers))
+        ]
+        stream = RankStream(workers, topology, drops, bad, pool)
     if state is not None:
         stream.load_state(state)
     return stream
+
+
+def _elastic_stream(
+    dataset: BagelDataset, settings: StreamSettings, topology: Topology,
+    open_worker: Callable[..., WorkerStream], drops: DropLog, known_bad: dict[str, str],
+    pool: ThreadPoolExecutor | None,
+) -> ElasticStream:  # fmt: skip
+    """Stream s of S is what rank s of S, read in the process, would be under Bagel sharding, seed included."""
+    streams = dataset.spec.sharding.streams
+    check_world_size(streams, topology.world_size)
+    settings = settings.for_streams()
+
+    def open_stream(number: int, stream_drops: DropLog) -> WorkerStream:
+        return open_worker(settings, Topology(number, streams, 0), 0, drops=stream_drops)
+
+    place = ElasticPlace(topology.rank, topology.world_size, streams)
+    return ElasticStream(place, open_stream, drops, known_bad, pool)
 
 
 def open_worker_stream(
@@ -391,9 +424,13 @@ def open_worker_stream(
 def check_sources(dataset: BagelDataset, world_size: int = 1) -> dict[str, int]:
     """Units by group, all counted. Raises what `open_rank_stream` would."""
     settings = StreamSettings.from_resource(dataset)
-    num_workers = dataset.spec.sharding.workers_per_rank
+    sharding = dataset.spec.sharding
+    topology = Topology(0, world_size, sharding.workers_per_rank)
+    if sharding.mode == "Elastic":
+        check_world_size(sharding.streams, world_size)
+        settings, topology = settings.for_streams(), Topology(0, sharding.streams, 0)
     for config in settings.groups:
-        open_group(settings, config, Topology(0, world_size, num_workers), 0, ImageLedger())
+        open_group(settings, config, topology, 0, ImageLedger())
     return {config.name: len(settings.list_units(config)) for config in settings.groups}
 
 
@@ -409,8 +446,11 @@ def source_looks(dataset: BagelDataset, world_size: int, storage: Storage) -> It
     """
     spec = dataset.spec
     yield "spec.tokenizer", partial(load_tokenizer, storage, spec.tokenizer)
-    num_workers = spec.sharding.workers_per_rank
-    enough = world_size * max(1, num_workers)
+    elastic = spec.sharding.mode == "Elastic"
+    if elastic:
+        yield "spec.sharding.streams", partial(check_world_size, spec.sharding.streams, world_size)
+    num_workers = 0 if elastic else spec.sharding.workers_per_rank
+    enough = spec.sharding.streams if elastic else world_size * max(1, num_workers)
     for number, group in enumerate(spec.groups):
         place = f"spec.groups[{number}]"
         if group.type not in STORED_TYPES:
@@ -423,16 +463,19 @@ def source_looks(dataset: BagelDataset, world_size: int, storage: Storage) -> It
                 partial(_look_at, group.type, data, storage, enough, counts),
             )
         if len(counts) == len(group.datasets):
-            yield place, partial(_share_out, sum(counts), world_size, num_workers, group.name)
+            units = [str(number) for number in range(sum(counts))]
+            if elastic:
+                yield place, partial(share_of_stream, units, 0, spec.sharding.streams, group.name)
+            else:
+                yield place, partial(_share_out, units, world_size, num_workers, group.name)
 
 
 def _look_at(kind: str, data: Dataset, storage: Storage, enough: int, counts: list[int]) -> None:
     counts.append(STORED_TYPES[kind].look(dataset_config(data, storage), storage, enough))
 
 
-def _share_out(count: int, world_size: int, num_workers: int, group: str) -> None:
+def _share_out(units: Sequence[str], world_size: int, num_workers: int, group: str) -> None:
     """DataError when not every consumer gets a unit."""
-    units = [str(number) for number in range(count)]
     part, _ = shard_to_rank(
         units, rng=random.Random(), epoch_seed=0, rank=0, world_size=world_size, group=group
     )

@@ -106,9 +106,8 @@ def test_a_wrong_field_is_refused_in_the_words_of_the_command_line(
 
 
 def test_what_this_release_does_not_run_is_refused() -> None:
-    message = verdict_on_dataset(example(profile="Strict", sharding={"mode": "Elastic"})).message
-    assert "spec.profile: is Strict, which this release does not run yet" in message
-    assert "spec.sharding.mode: is Elastic" in message
+    message = verdict_on_dataset(example(dataplane={"pixelFormat": "float32"})).message
+    assert "spec.dataplane.pixelFormat: is float32, which this release does not write yet" in message
     groups = example()["spec"]["groups"]
     groups[0]["type"] = "t2i_pretraining"
     assert "is no registered type" in verdict_on_dataset(example(groups=groups)).message

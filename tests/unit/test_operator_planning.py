@@ -132,10 +132,10 @@ def test_a_stored_spec_that_the_models_refuse_is_not_ready_in_the_words_of_the_c
 
 
 def test_what_this_release_does_not_run_is_called_unsupported() -> None:
-    world = World(build_resource(sharding={"mode": "Elastic"}))
+    world = World(build_resource(dataplane={"pixelFormat": "float32"}))
     world.look()
     assert world.condition("Ready")["reason"] == "Unsupported"
-    assert "mode: Bagel" in world.condition("Ready")["message"]
+    assert "pixelFormat: uint8" in world.condition("Ready")["message"]
 
 
 def test_a_spec_that_turns_bad_leaves_the_pods_their_config_map() -> None:

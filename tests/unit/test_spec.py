@@ -377,15 +377,14 @@ def test_the_error_crosses_process_borders_whole() -> None:
 
 
 def test_what_does_not_work_yet_is_refused_line_by_line() -> None:
-    data = changed("spec.sharding", {"mode": "Elastic"})
+    data = changed("spec.storage.cache", {"sizeLimit": "10Gi"})
     put(data, "spec.profile", "Strict")
-    put(data, "spec.storage.cache", {"sizeLimit": "10Gi"})
     put(data, "spec.dataplane.pixelFormat", "float32")
     dataset = BagelDataset.from_mapping(data)
     with pytest.raises(InvalidDatasetError) as caught:
         refuse_unsupported(dataset)
     paths = [problem.path for problem in caught.value.problems]
-    assert paths == ["spec.profile", "spec.sharding.mode", "spec.storage.cache", "spec.dataplane.pixelFormat"]
+    assert paths == ["spec.profile", "spec.storage.cache", "spec.dataplane.pixelFormat"]
     refuse_unsupported(BagelDataset.from_yaml(VALID))
 
 
@@ -393,6 +392,7 @@ def test_what_does_not_work_yet_is_refused_line_by_line() -> None:
     ("path", "value", "expected"),
     [
         ("spec.sharding", {"mode": "Elastic", "streams": 6}, "streams: is not divisible by 4"),
+        ("spec.sharding", {"mode": "Elastic", "workersPerRank": 2}, "workersPerRank: is not used by"),
         ("spec.groups.1.weight", 0, "spec.groups[1].weight: is 0"),
         ("spec.snapshots", {}, "spec.snapshots.uri: is not set"),
         (

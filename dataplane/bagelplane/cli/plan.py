@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bagelplane.cli.output import Format, FormatOption, print_json, print_note, progress
+from bagelplane.engine.elastic import check_world_size
 from bagelplane.engine.planner import PackPlan
 from bagelplane.errors import SpecError
 from bagelplane.figures.tally import GroupShare, PlanTally
@@ -72,7 +73,7 @@ def plan(
 
 
 def checked_topology(dataset: BagelDataset, rank: int, world_size: int) -> Topology:
-    """Raises SpecError for a rank outside of its world."""
+    """Raises SpecError for a rank outside of its world, and for a world size that the streams do not fit."""
     if rank >= world_size:
         raise SpecError(
             "the rank is outside its world",
@@ -80,7 +81,11 @@ def checked_topology(dataset: BagelDataset, rank: int, world_size: int) -> Topol
             expected=f"a rank from 0 to {world_size - 1}",
             fix="ranks count from 0; give --world-size as the run will have it",
         )
-    return Topology(rank, world_size, dataset.spec.sharding.workers_per_rank)
+    sharding = dataset.spec.sharding
+    if sharding.mode == "Elastic":
+        check_world_size(sharding.streams, world_size)
+        return Topology(rank, world_size, 0)
+    return Topology(rank, world_size, sharding.workers_per_rank)
 
 
 class Forecast:
@@ -89,7 +94,9 @@ class Forecast:
     def __init__(self, dataset: BagelDataset, topology: Topology, *, verified: bool) -> None:
         self.name = dataset.metadata.name
         self.topology, self.verified = topology, verified
-        readers = max(1, topology.num_workers)
+        sharding = dataset.spec.sharding
+        self.streams = sharding.streams if sharding.mode == "Elastic" else 0
+        readers = self.streams // topology.world_size or max(1, topology.num_workers)
         units = check_sources(dataset, topology.world_size)
         shares = [
             GroupShare(
@@ -113,6 +120,7 @@ class Forecast:
             "rank": self.topology.rank,
             "world_size": self.topology.world_size,
             "workers_per_rank": self.topology.num_workers,
+            **({"streams": self.streams} if self.streams else {}),
         }
         return {
             "version": 1,

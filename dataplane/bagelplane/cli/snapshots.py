@@ -29,7 +29,8 @@ EndpointOption = Annotated[
 def list_snapshots(
     target: Target, output: FormatOption = Format.TABLE, endpoint_url: EndpointOption = None
 ) -> None:
-    """List all snapshots: step, ranks, spec, and what is wrong with those that cannot be used.
+    """List all snapshots: step (with elastic sharding position), ranks, spec, and what is wrong with those that
+    cannot be used.
 
     With a resource file, snapshots of another spec are unusable; with a URI any spec will do.
 
@@ -66,7 +67,8 @@ def show_snapshot(
     if output is Format.JSON:
         print_json({"uri": manifest.uri, **manifest.as_json(), "states": states})
         return
-    print_line(f"{manifest.uri}\nstep {manifest.step} of dataset {manifest.dataset}, {manifest.topology}")
+    topology = manifest.topology
+    print_line(f"{manifest.uri}\n{topology.unit} {manifest.step} of dataset {manifest.dataset}, {topology}")
     print_line(f"spec hash {manifest.spec_hash}")
     print_line(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     rows = [
@@ -106,6 +108,7 @@ def entry_as_json(entry: SnapshotEntry) -> dict[str, Any]:
             "spec_hash": manifest.spec_hash,
             "world_size": manifest.topology.world_size,
             "num_workers": manifest.topology.num_workers,
+            **({"streams": manifest.topology.streams} if manifest.topology.streams else {}),
             "size_bytes": sum(file.size_bytes for file in manifest.ranks),
         }
     return body

@@ -98,6 +98,8 @@ class Connection:
         self.timeout_seconds = timeout_seconds
         self.next_step = 0
         """Number of the pack that comes next; valid while attached."""
+        self.offset, self.streams = 0, 0
+        """Packs of the run behind the first step of this world; streams of elastic sharding. Known once attached."""
         self.spec_hash = ""
         """Of the data set that this trainer runs on; empty before that is known. Another one is refused."""
         self._socket: MessageSocket | None = None
@@ -258,9 +260,16 @@ class Connection:
                 got=f"step {attached.next_step}",
                 expected=f"step {resume.step}",
             )
+        if resume.position is not None and attached.position != resume.position:
+            raise ProtocolError(
+                "the sidecar attached us elsewhere",
+                got=f"position {attached.position}",
+                expected=f"position {resume.position}",
+            )
         self._open_ring(attached)
         self.spec_hash = welcome.spec_hash
-        self.next_step = attached.next_step
+        self.next_step, self.streams = attached.next_step, attached.streams
+        self.offset = attached.position - attached.next_step * place.world_size
         self._refusal = ""
         self._last_seen = f"attached at step {attached.next_step}"
 

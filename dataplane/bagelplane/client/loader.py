@@ -99,6 +99,12 @@ class PackedLoader:
         self._agree()
         return self._reader.step
 
+    @property
+    def position(self) -> int:
+        """See `NumpyReader.position`."""
+        self._agree()
+        return self._reader.position
+
     def state_dict(self) -> dict[str, Any]:
         """See `NumpyReader.state_dict`."""
         self._agree()
@@ -109,10 +115,10 @@ class PackedLoader:
         self._must_agree = False
         self._reader.load_state_dict(state_dict)
 
-    def resume(self, *, step: int) -> None:
-        """Continues with pack number `step` (from 0): any step, saved or not."""
+    def resume(self, *, step: int | None = None, position: int | None = None) -> None:
+        """See `NumpyReader.resume`."""
         self._must_agree = False
-        self._reader.resume(step=step)
+        self._reader.resume(step=step, position=position)
 
     def snapshot(self) -> Snapshotted:
         """Has the sidecar store the place after the last batch handed over; waits until it is stored."""
@@ -138,7 +144,7 @@ class PackedLoader:
         """Without a loaded state, all ranks begin at the lowest step that one of their sidecars stands at."""
         if not self._must_agree:
             return
-        place, ours = self.place, self._reader.step
+        place, ours = self.place, self._reader.position
         agreed = lowest_of_all(
             ours, rank=place.rank, world_size=place.world_size, timeout_seconds=self._timeout_seconds
         )
@@ -146,10 +152,10 @@ class PackedLoader:
             logger.warning(
                 "rank %d: its sidecar stood at step %d, another rank's at %d: all go on there",
                 place.rank,
-                ours,
-                agreed,
+                ours // place.world_size,
+                agreed // place.world_size,
             )
-            self._reader.resume(step=agreed)
+            self._reader.resume(position=agreed)
         self._must_agree = False
 
     def _convert(self, pack: Pack, images: list[Image]) -> dict[str, Any]:

@@ -161,21 +161,42 @@ class NumpyReader:
 
     @property
     def step(self) -> int:
-        """Number of the pack that comes next. Before the first pack this attaches, to learn it."""
+        """Number of the pack that comes next: packs of this rank behind, at this world size.
+
+        Before the first pack this attaches, to learn it. With elastic sharding it is `position // world_size`, so
+        it changes when the world size does (docs/concepts/steps.md).
+        """
         if self._resume.step is None:
-            self._resume = Resume("step", self._connection.attach(self._resume))
+            step, connection = self._connection.attach(self._resume), self._connection
+            if connection.streams:
+                position = connection.offset + step * self.place.world_size
+                self._resume = Resume("position", step, position=position)
+            else:
+                self._resume = Resume("step", step)
         assert self._resume.step is not None
         return self._resume.step
+
+    @property
+    def position(self) -> int:
+        """Packs of all ranks together behind the next step: what stays the same when the world size changes."""
+        step, resume = self.step, self._resume
+        if resume.position is not None:
+            return resume.position
+        if resume.state is not None and "position" in resume.state:
+            return int(resume.state["position"])
+        return step * self.place.world_size
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last pack handed over: a few KB of JSON types, always the same keys.
 
-        `step` is the number of packs behind it. `state` is a text, empty before the first pack: so a
+        `step` is the number of packs behind it; with elastic sharding `position` says it for the whole run, and any
+        rank of any world size may load it. `state` is a text, empty before the first pack: so a
         checkpoint library that takes nested mappings apart finds the same structure in a fresh object as in a
         saved one. Save it per rank, under a key of its own. Before the first pack this attaches, to learn
         where the stream stands.
         """
         step, resume = self.step, self._resume
+        streams = self._connection.streams or (resume.state or {}).get("streams", 0)
         return {
             "version": STATE_VERSION,
             "step": step,
@@ -183,6 +204,7 @@ class NumpyReader:
             "world_size": self.place.world_size,
             "spec_hash": self._connection.spec_hash,
             "state": "" if resume.state is None else json.dumps(resume.state, separators=(",", ":")),
+            **({"position": self.position, "streams": streams} if streams else {}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -192,8 +214,8 @@ class NumpyReader:
         too.
         """
         step, state = _parse_state(state_dict)
-        rank, world_size = state_dict.get("rank"), state_dict.get("world_size")
-        if world_size == self.place.world_size and rank != self.place.rank:
+        rank, world_size, position = (state_dict.get(name) for name in ("rank", "world_size", "position"))
+        if position is None and world_size == self.place.world_size and rank != self.place.rank:
             raise SnapshotError(
                 "the loaded state belongs to another rank",
                 got=f"rank {rank} of {world_size}",
@@ -202,14 +224,32 @@ class NumpyReader:
             )
         self._connection.close()
         self._connection.spec_hash = str(state_dict.get("spec_hash") or "")
-        self._resume = Resume("step", step) if state is None else Resume("state", step, state)
+        if position is not None:
+            step = _parse_position(position) // self.place.world_size
+        if state is not None:
+            self._resume = Resume("state", step, state)
+        else:
+            self._resume = (
+                Resume("step", step) if position is None else Resume("position", step, None, position)
+            )
 
-    def resume(self, *, step: int) -> None:
-        """Continues with pack number `step` (from 0): any step, saved or not."""
-        if type(step) is not int or step < 0:
-            raise SpecError("a step is a number from 0", got=repr(step))
+    def resume(self, *, step: int | None = None, position: int | None = None) -> None:
+        """Continues with pack number `step` (from 0) of this rank: any step, saved or not.
+
+        Or at a `position` of the whole run, in packs of all ranks together. With elastic sharding that is the same
+        place at any world size, while step n is position n * world size.
+        """
+        place = step if position is None else position
+        if type(place) is not int or place < 0 or None not in (step, position):
+            raise SpecError(
+                "a place is a step or a position, a number from 0",
+                got=f"step {step!r}, position {position!r}",
+            )
         self._connection.close()
-        self._resume = Resume("step", step)
+        if position is None:
+            self._resume = Resume("step", step)
+        else:
+            self._resume = Resume("position", position // self.place.world_size, position=position)
 
     # -- the sidecar
 
@@ -260,6 +300,12 @@ def _parse_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any] | N
             "the loaded state is damaged", got=f"step {step!r}, a {type(state).__name__} as state"
         )
     return step, state or None
+
+
+def _parse_position(position: Any) -> int:
+    if type(position) is not int or position < 0:
+        raise SnapshotError("the loaded state is damaged", got=f"position {position!r}")
+    return position
 
 
 def _copy(pack: Pack, images: list[Image]) -> tuple[Pack, list[Image]]:

@@ -97,9 +97,18 @@ class DropLog:
 
     def load_json(self, table: Mapping[str, Mapping[str, int]]) -> None:
         """Continue the counts of an earlier run."""
-        self.counts = Counter(
-            {(group, reason): count for group, row in table.items() for reason, count in row.items()}
-        )
-        self._by_reason = Counter()
         for (_, reason), count in self.counts.items():
-            self._by_reason[reason] += count
+            self._by_reason[reason] -= count
+        self.counts = Counter()
+        self.add_json(table)
+
+    def add_json(self, table: Mapping[str, Mapping[str, int]]) -> None:
+        """Add counts made elsewhere."""
+        for group, row in table.items():
+            for reason, count in row.items():
+                self.counts[group, reason] += count
+                self._by_reason[reason] += count
+
+    def sibling(self) -> DropLog:
+        """One that counts for itself, and with this one decides what is logged."""
+        return DropLog(self.logger, self.every, _by_reason=self._by_reason)

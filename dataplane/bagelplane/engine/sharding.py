@@ -40,9 +40,7 @@ def shard_to_rank(
             expected="at least one a rank",
             fix="look at the data set's location and at numUsedData",
         )
-    ordered = sort_units(units)
-    rng.seed(epoch_seed)
-    rng.shuffle(ordered)
+    ordered = order_units(units, rng=rng, epoch_seed=epoch_seed)
     per_rank = len(ordered) // world_size
     if per_rank == 0:
         raise ShardingError(
@@ -52,6 +50,30 @@ def shard_to_rank(
             fix="use more (or smaller) files, a larger numUsedData, or fewer ranks",
         )
     return ordered[rank * per_rank : (rank + 1) * per_rank], len(ordered) - per_rank * world_size
+
+
+def order_units(units: Sequence[Unit], *, rng: random.Random, epoch_seed: int) -> list[Unit]:
+    """The units in the order in which they are shared out: sorted, then shuffled by the seed."""
+    ordered = sort_units(units)
+    rng.seed(epoch_seed)
+    rng.shuffle(ordered)
+    return ordered
+
+
+def share_of_stream(ordered: Sequence[Unit], stream: int, streams: int, group: str) -> list[Unit]:
+    """One stream's contiguous share of the ordered units, as `shard_to_rank` gives to a rank of as many.
+
+    Raises ShardingError when there are fewer units than streams.
+    """
+    share = len(ordered) // streams
+    if share == 0:
+        raise ShardingError(
+            f"group {group} has fewer units than streams",
+            got=f"{len(ordered)} units for {streams} streams",
+            expected=f"at least {streams} files, row groups or lines",
+            fix="lower sharding.streams, use more (or smaller) files, or a larger numUsedData",
+        )
+    return list(ordered[stream * share : (stream + 1) * share])
 
 
 def shard_to_worker(

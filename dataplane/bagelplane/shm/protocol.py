@@ -52,7 +52,7 @@ def ring_name(local_rank: int) -> str:
     return f"ring-{local_rank}.bin"
 
 
-ResumeMode = Literal["latest", "step", "state", "none"]
+ResumeMode = Literal["latest", "step", "position", "state", "none"]
 ERROR_CODES = (
     "protocol",
     "version",
@@ -81,17 +81,20 @@ class Resume:
     """Where an attached rank begins.
 
     latest: the next unacknowledged step, else the newest snapshot, else the start. none: the start.
-    step: `step` packs are behind, so pack number `step` comes first. state: `state`, as a pack carried it;
-    `step` is then the number of packs behind it.
+    step: `step` packs are behind, so pack number `step` comes first. position: `position` packs of all ranks
+    together are behind. state: `state`, as a pack carried it; `step` is then the number of packs behind it.
     """
 
     mode: ResumeMode = "latest"
     step: int | None = None
     state: dict[str, Any] | None = None
+    position: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode in ("step", "state") and self.step is None:
             raise ProtocolError(f"resume mode {self.mode!r} came without a step")
+        if self.mode == "position" and self.position is None:
+            raise ProtocolError("resume mode 'position' came without a position")
         if self.mode == "state" and self.state is None:
             raise ProtocolError("resume mode 'state' came without a state")
 
@@ -176,6 +179,10 @@ class Attached(Message):
     ring_bytes: int
     """Capacity of the ring's data region."""
     next_step: int
+    position: int = 0
+    """Packs of all ranks together behind `next_step` of this rank."""
+    streams: int = 0
+    """Elastic sharding: the number of streams; 0 with Bagel sharding."""
 
 
 @dataclass(frozen=True, slots=True)

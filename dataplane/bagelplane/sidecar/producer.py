@@ -135,7 +135,7 @@ class Producer:
         try:
             self._plan_forward(stream)
             ready = {"epoch": ring.epoch, "ring_path": str(ring.path), "ring_bytes": ring.capacity_bytes}
-            state = stream.state() if self._step else None
+            state = stream.state() if self._step or self._setup.state is not None else None
             self._send({"type": "ready", "next_step": self._step, "state": state, **ready})
             while not self._stopping.is_set():
                 self._produce_one(stream, ring)

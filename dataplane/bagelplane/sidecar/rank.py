@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from bagelplane.engine.elastic import merge_states
 from bagelplane.errors import BagelplaneError
 from bagelplane.shm.protocol import Published
 from bagelplane.sidecar.control import Frame, encode_frame, read_frame
@@ -64,21 +65,33 @@ class StartingPoint:
     start_step: int = 0
     state: State | None = None
     target_step: int = 0
+    offset: int = 0
+    """Elastic sharding: the run's position is `offset` more than the world's steps account for."""
 
 
 class Progress:
     """Steps and states of a rank. `next_step` is the first pack that was not acknowledged."""
 
-    def __init__(self, origin: StartingPoint) -> None:
+    def __init__(self, origin: StartingPoint, world_size: int = 1) -> None:
         self.origin = origin
+        self.world_size = world_size
         self.next_step = origin.target_step
         self._states: dict[int, State] = {}
         if origin.state is not None and origin.start_step == origin.target_step:
             self._states[origin.start_step] = origin.state
 
     def keep(self, step: int, state: State) -> None:
-        """The state before pack `step`, acknowledged or not yet."""
-        self._states[step] = state
+        """The state before pack `step`, acknowledged or not yet. With elastic sharding it may be the last pack's
+        stream's alone: what is known of the others is put to it."""
+        self._states[step] = merge_states(self._states.get(step - 1), state)
+
+    def position(self, step: int | None = None) -> int:
+        """Packs of the whole run behind a step of all ranks (default: the next one)."""
+        return self.origin.offset + (self.next_step if step is None else step) * self.world_size
+
+    def states(self) -> list[State]:
+        """All that are kept, acknowledged or not."""
+        return list(self._states.values())
 
     def knows(self, step: int) -> bool:
         return step == self.next_step or step in self._states

@@ -144,7 +144,8 @@ class Session:
         self._server = server
         records = server.attach(self, next_step)
         self._announced = next_step
-        self._send(Attached(server.ring_path, server.epoch, server.ring_bytes, next_step))
+        place = server.progress.position(next_step), self._supervisor.streams
+        self._send(Attached(server.ring_path, server.epoch, server.ring_bytes, next_step, *place))
         for record in records:
             self.publish(record)
         log.info("%s: rank %d attached at step %d", self.client, server.rank, next_step)

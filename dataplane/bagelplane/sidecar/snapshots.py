@@ -1,6 +1,7 @@
 """Snapshots: the states of all ranks at one step, so that nothing torn, foreign or damaged is ever resumed.
 
-    <uri>/step-<12 digits>/rank-<5 digits>.json.zst     one a rank, written by whoever serves it
+    <uri>/step-<12 digits>/rank-<5 digits>.json.zst     one a rank, written by whoever serves it; with elastic
+                                                        sharding position-<...>/rank-<...>-of-<...>.json.zst
     <uri>/step-<12 digits>/manifest.json                last, by conditional put; without it nothing counts
     <uri>/known-bad/rank-<5 digits>-<step>.json.zst     images that do not decode, durable before a pack
                                                         planned with them is published
@@ -9,6 +10,9 @@ All is JSON; states are compressed with zstd (with its checksum), the manifest n
 carries one of its own. A state at step n is the state before pack number n: n packs are behind it. It is a
 function of spec, data, rank and topology, so two writers of the same step write the same meaning, and the
 first one wins.
+
+With elastic sharding the number is a position, of the whole run, and a rank's object holds the states of its
+streams. All ranks' together hold all streams, so that any world size may read them; `step` below is the position.
 
 Knows storage by the few calls of `SnapshotStorage`. All calls block; the supervisor makes them in a thread.
 """
@@ -62,13 +66,25 @@ class SnapshotStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamTopology:
-    """What a stream under Bagel sharding is bound to."""
+    """What a stream under Bagel sharding is bound to; under elastic sharding it is the streams alone."""
 
     world_size: int
     num_workers: int
+    streams: int = 0
+    """Elastic sharding; 0 is Bagel."""
 
     def __str__(self) -> str:
+        if self.streams:
+            return f"{self.streams} streams (Elastic), world size {self.world_size}"
         return f"world size {self.world_size} with {self.num_workers} workers a rank"
+
+    @property
+    def unit(self) -> str:
+        """What the number of a snapshot counts."""
+        return "position" if self.streams else "step"
+
+    def can_continue(self, other: StreamTopology) -> bool:
+        return self.streams == other.streams if self.streams else self == other
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +101,7 @@ class Manifest:
     uri: str
     """Its folder."""
     step: int
-    """Number of packs behind it, for every rank."""
+    """Number of packs behind it, for every rank; with elastic sharding of all ranks together."""
     spec_hash: str
     dataset: str
     topology: StreamTopology
@@ -103,6 +119,7 @@ class Manifest:
             "dataset": self.dataset,
             "world_size": self.topology.world_size,
             "num_workers": self.topology.num_workers,
+            **({"streams": self.topology.streams} if self.topology.streams else {}),
             "ranks": [
                 {"name": item.name, "sha256": item.sha256, "size_bytes": item.size_bytes}
                 for item in self.ranks
@@ -128,11 +145,14 @@ class SnapshotStore:
     An empty `spec_hash` reads snapshots of any spec: for people who look. Such a store does not write.
     """
 
-    def __init__(self, storage: SnapshotStorage, uri: str, spec_hash: str, *, dataset: str = "") -> None:
+    def __init__(
+        self, storage: SnapshotStorage, uri: str, spec_hash: str, *, dataset: str = "", streams: int = 0
+    ) -> None:
         self._storage = storage
         self.uri = uri.rstrip("/")
         self.spec_hash = spec_hash
         self.dataset = dataset
+        self.streams = streams
 
     # -- writing
 
@@ -143,7 +163,7 @@ class SnapshotStore:
         """
         if not self.spec_hash:
             raise ValueError("a store without a spec hash is for reading")
-        manifest = self._manifest_at(step)
+        manifest = self._manifest_at(step, self.step_uri(step))
         if manifest is not None:
             self._check_owner(manifest, topology)
             return True
@@ -157,7 +177,7 @@ class SnapshotStore:
             "num_workers": topology.num_workers,
             "state": state,
         }
-        uri = f"{self.step_uri(step)}/{rank_name(rank)}"
+        uri = f"{self.step_uri(step)}/{rank_name(rank, topology)}"
         data = _compress(content)
         try:
             self._storage.write_bytes(uri, data, only_if_absent=True)
@@ -170,7 +190,7 @@ class SnapshotStore:
     def _complete(self, step: int, topology: StreamTopology) -> bool:
         """Writes the manifest if the states of all ranks are there."""
         names = {_name(item.uri) for item in self._storage.list_files(self.step_uri(step), missing_ok=True)}
-        wanted = [rank_name(rank) for rank in range(topology.world_size)]
+        wanted = [rank_name(rank, topology) for rank in range(topology.world_size)]
         if not names.issuperset(wanted):
             return False
         files = [self._rank_digest(step, rank, topology) for rank in range(topology.world_size)]
@@ -191,7 +211,7 @@ class SnapshotStore:
 
     def _rank_digest(self, step: int, rank: int, topology: StreamTopology) -> RankFile | None:
         """What the manifest says of a rank's state; None when it is not one of this run."""
-        name = rank_name(rank)
+        name = rank_name(rank, topology)
         uri = f"{self.step_uri(step)}/{name}"
         try:
             data = self._storage.read_bytes(uri)
@@ -205,15 +225,14 @@ class SnapshotStore:
     # -- reading
 
     def step_uri(self, step: int) -> str:
-        return f"{self.uri}/step-{step:012d}"
+        return f"{self.uri}/{'position' if self.streams else 'step'}-{step:012d}"
 
     def entries(self) -> list[SnapshotEntry]:
         """All snapshots by step, with what is wrong with the unusable ones. Rank states are not read."""
         found: list[SnapshotEntry] = []
-        for step in self._steps():
-            uri = self.step_uri(step)
+        for step, uri in self._folders():
             try:
-                manifest = self._manifest_at(step)
+                manifest = self._manifest_at(step, uri)
                 if manifest is None:
                     found.append(SnapshotEntry(step, uri, "incomplete", problem="no manifest"))
                     continue
@@ -230,7 +249,8 @@ class SnapshotStore:
         """
         if which == "latest":
             return self.nearest(None, topology)
-        manifest = self._manifest_at(which)
+        uris = [uri for step, uri in self._folders() if step == which]
+        manifest = next(filter(None, (self._manifest_at(which, uri) for uri in uris)), None)
         if manifest is None:
             raise SnapshotError(
                 f"there is no complete snapshot of step {which} below {self.uri}",
@@ -245,10 +265,10 @@ class SnapshotStore:
 
         A torn one is passed over. A damaged or foreign one is refused, not passed over in silence.
         """
-        for candidate in reversed(self._steps()):
+        for candidate, uri in reversed(self._folders()):
             if step is not None and candidate > step:
                 continue
-            manifest = self._manifest_at(candidate)
+            manifest = self._manifest_at(candidate, uri)
             if manifest is not None:
                 self._check_owner(manifest, topology)
                 return manifest
@@ -351,24 +371,24 @@ class SnapshotStore:
 
     # -- inside
 
-    def _steps(self) -> list[int]:
-        """Steps that have a folder, complete or not, in order."""
-        return sorted(_parse_steps(self._storage.list_folders(self.uri, missing_ok=True)))
+    def _folders(self) -> list[tuple[int, str]]:
+        """(number, URI) of each snapshot, complete or not, of either sharding, in order."""
+        return sorted(_parse_folders(self._storage.list_folders(self.uri, missing_ok=True), self.uri))
 
     def _describe_steps(self) -> str:
         steps = [entry.step for entry in self.entries() if entry.condition == "complete"]
         return f"steps {', '.join(map(str, steps[-8:]))}" if steps else "no complete snapshot"
 
-    def _manifest_at(self, step: int) -> Manifest | None:
-        """The manifest of a step, parsed and checked in itself; None when there is none."""
-        uri = f"{self.step_uri(step)}/{MANIFEST_NAME}"
+    def _manifest_at(self, step: int, folder: str) -> Manifest | None:
+        """The manifest in a snapshot's folder, parsed and checked in itself; None when there is none."""
+        uri = f"{folder}/{MANIFEST_NAME}"
         if not self._storage.exists(uri):
             return None
-        return _parse_manifest(self._storage.read_bytes(uri), self.step_uri(step), step)
+        return _parse_manifest(self._storage.read_bytes(uri), folder, step)
 
     def _check_owner(self, manifest: Manifest, topology: StreamTopology | None) -> None:
         self._check_spec(manifest)
-        if topology is not None and manifest.topology != topology:
+        if topology is not None and not topology.can_continue(manifest.topology):
             raise SnapshotError(
                 f"the snapshot {manifest.uri} was written by another topology",
                 got=str(manifest.topology),
@@ -377,6 +397,13 @@ class SnapshotStore:
             )
 
     def _check_spec(self, manifest: Manifest) -> None:
+        if self.spec_hash and manifest.topology.streams != self.streams:
+            raise SnapshotError(
+                f"the snapshot {manifest.uri} was written under another sharding",
+                got=str(manifest.topology) if manifest.topology.streams else f"Bagel, {manifest.topology}",
+                expected=f"{self.streams} streams (Elastic)" if self.streams else "Bagel",
+                fix="resume with the resource it was written for, or give this one another snapshots.uri",
+            )
         if self.spec_hash and manifest.spec_hash != self.spec_hash:
             raise SnapshotError(
                 f"the snapshot {manifest.uri} belongs to another dataset spec",
@@ -386,8 +413,10 @@ class SnapshotStore:
             )
 
 
-def rank_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json.zst"
+def rank_name(rank: int, topology: StreamTopology) -> str:
+    """With elastic sharding worlds of other sizes may write at the same position."""
+    world = f"-of-{topology.world_size:05d}" if topology.streams else ""
+    return f"rank-{rank:05d}{world}.json.zst"
 
 
 def library_versions() -> dict[str, str]:
@@ -401,12 +430,12 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _parse_steps(uris: Sequence[str]) -> Iterator[int]:
+def _parse_folders(uris: Sequence[str], root: str) -> Iterator[tuple[int, str]]:
     for uri in uris:
         name = _name(uri)
-        digits = name.removeprefix("step-")
-        if name.startswith("step-") and len(digits) == 12 and digits.isdecimal():
-            yield int(digits)
+        kind, _, digits = name.partition("-")
+        if kind in ("step", "position") and len(digits) == 12 and digits.isdecimal():
+            yield int(digits), f"{root}/{name}"
 
 
 def _name(uri: str) -> str:
@@ -517,7 +546,7 @@ def _parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
             content["step"],
             content["spec_hash"],
             content["dataset"],
-            StreamTopology(content["world_size"], content["num_workers"]),
+            StreamTopology(content["world_size"], content["num_workers"], content.get("streams", 0)),
             ranks,
             content["versions"],
         )

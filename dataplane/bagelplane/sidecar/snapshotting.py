@@ -57,10 +57,15 @@ async def in_thread(function: Callable[[], T]) -> T:
 @dataclass(slots=True)
 class _Job:
     step: int
+    """With elastic sharding: position (`SnapshotStore.write_rank`)."""
     rank: int
     topology: StreamTopology
     state: dict[str, Any]
     done: asyncio.Future[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.topology.unit} {self.step}"
 
 
 @dataclass(slots=True)
@@ -68,7 +73,7 @@ class SnapshotHealth:
     """What status and metrics say of snapshots."""
 
     last_step: int | None = None
-    """Newest complete snapshot that this sidecar wrote or resumed from."""
+    """Newest complete snapshot that this sidecar wrote; with elastic sharding its position."""
     last_time: float | None = None
     """When, in seconds since the epoch."""
     completed: int = 0
@@ -112,7 +117,7 @@ class SnapshotWriter:
             )
             return done
         for job in [*self._jobs, *filter(None, [self._current])]:
-            if (job.step, job.rank) == (step, rank):
+            if (job.step, job.rank, job.topology) == (step, rank, topology):
                 return job.done
         self._jobs.append(_Job(step, rank, topology, state, done))
         self._idle.clear()
@@ -137,8 +142,9 @@ class SnapshotWriter:
     def _give_up_oldest(self) -> None:
         steps = sorted({job.step for job in self._jobs})
         for step in steps[:-MAX_WAITING_STEPS]:
+            [unit] = {job.topology.unit for job in self._jobs if job.step == step}
             error = SnapshotError(
-                f"the snapshot of step {step} was given up: the store is behind",
+                f"the snapshot of {unit} {step} was given up: the store is behind",
                 fix="look at the store, or raise snapshots.everySteps",
             )
             for job in [job for job in self._jobs if job.step == step]:
@@ -157,7 +163,7 @@ class SnapshotWriter:
                 except BagelplaneError as error:
                     self._note_failure(job, error)
                 except Exception as error:
-                    log.exception("snapshot of step %d, rank %d: failed", job.step, job.rank)
+                    log.exception("snapshot of %s, rank %d: failed", job.name, job.rank)
                     self._note_failure(job, SnapshotError(f"the snapshot failed: {error}"))
                 else:
                     job.done.set_result(uri)
@@ -181,26 +187,24 @@ class SnapshotWriter:
                 if pause is None or any(later.rank == job.rank for later in self._jobs):
                     raise
                 self.health.problem = str(error)
-                log.warning(
-                    "snapshot of step %d, rank %d: %s; again in %.1f s", job.step, job.rank, error, pause
-                )
+                log.warning("snapshot of %s, rank %d: %s; again in %.1f s", job.name, job.rank, error, pause)
                 await asyncio.sleep(pause)
         self.health.problem = ""
         if complete:
-            self._note_complete(job.step)
+            self._note_complete(job)
             await in_thread(lambda: store.prune(self._keep_last))
         return store.step_uri(job.step)
 
-    def _note_complete(self, step: int) -> None:
-        if self.health.last_step != step:
+    def _note_complete(self, job: _Job) -> None:
+        if self.health.last_step != job.step:
             self.health.completed += 1
-            log.info("snapshot of step %d is complete", step)
-        self.health.last_step, self.health.last_time = step, time.time()
+            log.info("snapshot of %s is complete", job.name)
+        self.health.last_step, self.health.last_time = job.step, time.time()
 
     def _note_failure(self, job: _Job, error: BagelplaneError) -> None:
         self.health.failed += 1
         self.health.problem = str(error)
-        log.error("snapshot of step %d, rank %d: %s", job.step, job.rank, error)
+        log.error("snapshot of %s, rank %d: %s", job.name, job.rank, error)
         if not job.done.done():
             job.done.set_exception(error)
 

@@ -14,4 +14,6 @@ def open_snapshot_store(dataset: BagelDataset, storage: Storage | None = None) -
     if uri is None:
         return None
     storage = storage or open_storage(storage_settings(dataset))
-    return SnapshotStore(storage, uri, spec_hash(dataset), dataset=dataset.metadata.name)
+    sharding = dataset.spec.sharding
+    streams = sharding.streams if sharding.mode == "Elastic" else 0
+    return SnapshotStore(storage, uri, spec_hash(dataset), dataset=dataset.metadata.name, streams=streams)

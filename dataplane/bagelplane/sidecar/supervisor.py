@@ -17,6 +17,7 @@ from typing import Any, Literal
 from bagelplane import jpeg, resampling
 from bagelplane.errors import RingError, SnapshotError, SpecError, StorageError, TransientStorageError
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
+from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
 from bagelplane.sidecar.rank import Progress, RankServer, RankStoppedError, StartingPoint
@@ -82,6 +83,7 @@ class Supervisor:
         self._progress: dict[int, Progress] = {}  # by rank; outlives servers
         self._world_size = 0
         self._store: SnapshotStore | None = None
+        self._elastic: ElasticRun | None = None  # with Bagel sharding there is nothing to know beyond ranks
         self._known_bad: dict[str, str] = {}
         self._wanted_steps: set[int] = set()
         self._locks: dict[int, asyncio.Lock] = {}
@@ -104,6 +106,8 @@ class Supervisor:
             return 0
         found = preparing.result()
         self._store, self._known_bad = found.store, found.known_bad
+        if self.streams:
+            self._elastic = ElasticRun(self.streams, self._store, self.settings.resume)
         self.snapshots = SnapshotWriter(self._store, self.dataset.spec.snapshots.keep_last)
         self._listening = await serve_unix(self._serve, self._directory.bind())
         watching = asyncio.create_task(self._watch_directory(), name="run directory")
@@ -200,11 +204,18 @@ class Supervisor:
         server = self.servers.get(attach.local_rank)
         if server is None or server.rank != attach.rank or server.phase not in ("starting", "ready"):
             return None, 0
-        resume = attach.resume
-        step = server.progress.next_step if resume.mode == "latest" else resume.step or 0
-        if step < server.progress.next_step or not server.progress.knows(step):
+        progress, step = server.progress, self._step_in(server.progress, attach.resume)
+        if step is None or step < progress.next_step or not progress.knows(step):
             return None, 0
         return server, step
+
+    def _step_in(self, progress: Progress, resume: Resume) -> int | None:
+        """The rank's step at the place asked for; None when none of its steps is there."""
+        if self._elastic is not None:
+            return self._elastic.step_in(progress, resume)
+        if resume.mode == "position":
+            return _step_at(resume, progress.world_size)
+        return progress.next_step if resume.mode == "latest" else resume.step or 0
 
     async def _start_server(self, attach: Attach) -> RankServer:
         """A new producer for the rank, at the place asked for."""
@@ -222,7 +233,7 @@ class Supervisor:
             raise RankStoppedError(
                 "another topology was adopted meanwhile", got=str(topology), fix="attach again"
             )
-        progress = self._progress[attach.rank] = Progress(origin)
+        progress = self._progress[attach.rank] = Progress(origin, attach.world_size)
         local_ranks = max(self.settings.local_ranks, len(self.servers) + 1)
 
         def build_setup(point: StartingPoint) -> ProducerSetup:
@@ -255,6 +266,10 @@ class Supervisor:
 
     async def _starting_point(self, rank: int, resume: Resume, topology: StreamTopology) -> StartingPoint:
         """Where the rank's stream is to be opened; looks into memory first, then into the snapshots."""
+        if self._elastic is not None:
+            return await self._elastic.starting_point(rank, topology.world_size, resume, self._progress)
+        if resume.mode == "position":
+            resume = Resume("step", _step_at(resume, topology.world_size))
         if resume.mode == "none":
             return StartingPoint()
         if resume.mode == "state":
@@ -318,12 +333,14 @@ class Supervisor:
         wanted, present = self.topology(attach.world_size), self.topology(self._world_size)
         if self._world_size == attach.world_size:
             return
+        if self._elastic is not None:
+            self._elastic.check_world_size(attach.world_size)
         taken = max((progress.next_step for progress in self._progress.values()), default=0)
         fix = (
             f"attach {present.world_size} ranks again, or restart the sidecar with --resume none and another "
             "snapshots.uri (Bagel sharding is bound to its topology)"
         )
-        if taken and attach.resume.mode != "none":
+        if taken and attach.resume.mode != "none" and self._elastic is None:
             raise SnapshotError(
                 f"the run stands at step {taken} and cannot change its topology",
                 got=str(wanted),
@@ -332,7 +349,10 @@ class Supervisor:
             )
         if any(server.listener is not None for server in self.servers.values()):
             raise BusyError(
-                "ranks of another topology are attached", got=str(wanted), expected=str(present), fix=fix
+                "ranks of another topology are attached",
+                got=str(wanted),
+                expected=str(present),
+                fix=fix if self._elastic is None else "end their trainer processes first",
             )
         if self._store is not None:
             store = self._store
@@ -340,13 +360,22 @@ class Supervisor:
                 await in_thread(lambda: store.nearest(None, wanted))
             except (TransientStorageError, StorageError) as error:
                 log.warning("the snapshots could not be looked at: %s", error)
+        if self._elastic is not None:
+            self._elastic.end_world(self._progress, self._world_size)
         servers, self.servers, self._progress = self.servers, {}, {}
-        self._world_size = attach.world_size
+        self._world_size, self._wanted_steps = attach.world_size, set()
         for server in servers.values():
             await server.stop()
 
+    @property
+    def streams(self) -> int:
+        """Of elastic sharding; 0 with Bagel sharding."""
+        sharding = self.dataset.spec.sharding
+        return sharding.streams if sharding.mode == "Elastic" else 0
+
     def topology(self, world_size: int) -> StreamTopology:
-        return StreamTopology(world_size, self.dataset.spec.sharding.workers_per_rank)
+        workers = 0 if self.streams else self.dataset.spec.sharding.workers_per_rank
+        return StreamTopology(world_size, workers, self.streams)
 
     # -- snapshots
 
@@ -362,7 +391,8 @@ class Supervisor:
         if state is None:
             log.warning("rank %d: the state of step %d is not at hand, no snapshot of it", server.rank, step)
             return None
-        return self.snapshots.submit(step, server.rank, self.topology(server.world_size), state)
+        number = server.progress.position(step) if self.streams else step
+        return self.snapshots.submit(number, server.rank, self.topology(server.world_size), state)
 
     async def snapshot(self, server: RankServer) -> tuple[int, str]:
         """Writes the rank's last acknowledged state, and that of the pod's other ranks at the same step.
@@ -433,6 +463,8 @@ class Supervisor:
     def status(self) -> dict[str, Any]:
         """What /v1/status and the `status` message say; JSON-able."""
         health = self.snapshots.health
+        world = self._world_size or 1
+        last = health.last_step
         return {
             "version": 1,
             "dataset": self.dataset.metadata.name,
@@ -447,7 +479,8 @@ class Supervisor:
             "jpeg_decoder": str(jpeg.choice()),
             "snapshots": {
                 "uri": self._store.uri if self._store is not None else None,
-                "last_step": health.last_step,
+                "last_step": last // world if last is not None and self.streams else last,
+                "last_position": last * world if last is not None and not self.streams else last,
                 "last_unix_seconds": health.last_time,
                 "completed": health.completed,
                 "failed": health.failed,
@@ -468,6 +501,7 @@ class Supervisor:
             "attached": server.listener is not None,
             "producer_pid": server.pid or None,
             "next_step": server.progress.next_step,
+            "position": server.progress.position(),
             "packs_published": tally.published,
             "packs_acknowledged": tally.acknowledged,
             "tokens": tally.tokens,
@@ -484,3 +518,16 @@ class Supervisor:
             },
             "drops": tally.drops,
         }
+
+
+def _step_at(resume: Resume, world_size: int) -> int:
+    """The step of Bagel sharding at a position. SnapshotError where there is none."""
+    step, rest = divmod(resume.position or 0, world_size)
+    if rest:
+        raise SnapshotError(
+            f"there is no step of {world_size} ranks at position {resume.position}",
+            got=f"{rest} packs past step {step}",
+            expected=f"a multiple of {world_size}",
+            fix="ranks of Bagel sharding step together: name a step",
+        )
+    return step
