@@ -118,9 +118,9 @@ class ElasticStream:
         place = ElasticPlace(place.rank, place.world_size, place.streams, position % place.world_size)
         try:
             self._known_bad.update(state.get("known_bad", {}))
-            self._states = newest_states([state["states"]], position, place.streams, place.served())
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError) as error:
             raise _damaged(error) from error
+        self._states = newest_states([state["states"]], position, place.streams, place.served())
         self._place, self.step = place, position // place.world_size
         self._open.clear()
         self._drops.clear()

@@ -203,9 +203,7 @@ class FakeSidecar:
             self._owner = messages
             epoch = self.ring.reset()
         messages.send(
-            Attached(
-                "/elsewhere/" + self.ring.path.name, epoch, RING_BYTES, step, step * attach.world_size
-            ),
+            Attached("/elsewhere/" + self.ring.path.name, epoch, RING_BYTES, step, step * attach.world_size),
             timeout_seconds=5,
         )
         for message in more:

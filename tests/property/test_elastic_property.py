@@ -104,11 +104,13 @@ def test_a_pack_s_state_is_put_to_what_is_known_of_the_other_streams() -> None:
         ),
         ({"streams": 4}, ["4 streams", "8 streams", "sharding.streams"]),
         ({"position": -1}, ["no position"]),
+        ({"states": {"0": {}}}, ["damaged"]),
+        ({"states": None}, ["damaged"]),
     ],
 )
 def test_a_state_of_another_run_is_refused_with_both_sides(change: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(SnapshotError) as refused:
-        check_state({"sharding": "Elastic", "streams": 8, "position": 3, **change}, 8)
+        check_state({"sharding": "Elastic", "streams": 8, "position": 3, "states": {}, **change}, 8)
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 

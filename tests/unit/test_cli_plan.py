@@ -210,3 +210,41 @@ def test_chart_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SpecError, match=r"pip install 'bagelplane\[plot\]'"):
         write_plan_chart(tmp_path / "plan.png", tally, title="", subtitle="")
+
+
+# --- elastic sharding ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def elastic_resource(resource: Path) -> Path:
+    path = resource.with_name("elastic.yaml")
+    text = resource.read_text()
+    before = next(line for line in text.splitlines() if "mode: Bagel" in line)
+    indent = " " * (len(before) - len(before.lstrip()))
+    assert before.strip().startswith("sharding:"), before
+    path.write_text(text.replace(before, f"{indent}sharding: {{mode: Elastic, streams: 4}}"))
+    return path
+
+
+def test_a_rank_of_elastic_sharding_is_forecast_as_it_runs(
+    elastic_resource: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packs, _ = packs_of_run(elastic_resource, 6)
+    dataset = load_dataset(elastic_resource)
+    tally = make_forecast(dataset, Topology(1, 2, 0), packs=6, decode_threads=2).tally
+    assert tally.lengths == [pack.scalars["sequence_length"] for pack in packs]
+    code, out, _ = outcome(capsys, "plan", elastic_resource, "--packs", 3, *PLACE, "-o", "json")
+    assert (code, json.loads(out)["streams"]) == (0, 4)
+
+
+def test_a_world_size_that_the_streams_do_not_fit_is_refused(
+    elastic_resource: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("plan", "preview"):
+        code, _, error = outcome(capsys, command, elastic_resource, "--world-size", 3)
+        assert code == SpecError.exit_code
+        assert "one of the world sizes 1, 2, 4" in error.replace("\n", " ")
+    picture = tmp_path / "packs.png"
+    assert outcome(capsys, "preview", elastic_resource, "--packs", 1, *PLACE, "-o", picture)[0] == 0
+    with Image.open(picture) as drawn:
+        assert drawn.size[0] > 100

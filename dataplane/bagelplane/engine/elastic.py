@@ -101,6 +101,12 @@ def check_state(state: Mapping[str, Any], streams: int) -> int:
     position = state.get("position")
     if type(position) is not int or position < 0:
         raise SnapshotError("a state names no position", got=repr(position), expected="a number from 0")
+    states = state.get("states")
+    entries = states.values() if isinstance(states, Mapping) else [None]
+    if not all(isinstance(entry, Mapping) and type(entry.get("packs")) is int for entry in entries):
+        raise SnapshotError(
+            "a state is damaged", got="no states by stream", fix="resume from another snapshot or checkpoint"
+        )
     return position
 
 
