@@ -30,8 +30,10 @@ RANKS = 4
 def training(installed: Cluster) -> Iterator[Cluster]:
     """The namespace with the trainer's files in it, and no snapshot of an earlier run."""
     storage = open_storage(installed.s3.settings)
-    for file in storage.list_files(str(example("dataset.yaml")["spec"]["snapshots"]["uri"]), missing_ok=True):
-        storage.delete(file.uri)
+    snapshots = str(example("dataset.yaml")["spec"]["snapshots"]["uri"])
+    for folder in storage.list_folders(snapshots, missing_ok=True):
+        for file in storage.list_files(folder):
+            storage.delete(file.uri)
     create_namespace(
         installed.kubectl,
         NAMESPACE,
