@@ -19,9 +19,10 @@ from bagelplane.cli.run import expected_ranks, parse_resume
 from bagelplane.errors import ProtocolError, RingError, SpecError
 from bagelplane.sidecar import sizing
 from bagelplane.sidecar.control import encode_frame, receive_frame, send_frame
-from bagelplane.sidecar.rank import KEPT_STATES, Progress, StartingPoint
+from bagelplane.sidecar.rank import KEPT_STATES, Progress, RankFailedError, StartingPoint
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
+from bagelplane.sidecar.supervisor import SidecarSettings, Supervisor
 from bagelplane.spec_memory import largest_pack_bytes, ring_bytes
 from bagelplane.storage import StorageSettings, open_storage
 from tests.integration.sidecar_harness import as_another_user, make_dataset
@@ -36,6 +37,18 @@ def test_a_ring_holds_the_packs_asked_for_at_their_largest() -> None:
     largest = largest_pack_bytes(dataset)
     assert largest > 36_864 * 16 * 16 * 3, "every token an image's"
     assert ring_bytes(dataset) == 3 * largest
+
+
+def test_a_ring_without_room_for_a_rank_nobody_told_of_is_a_matter_of_the_ranks(tmp_path: Path) -> None:
+    told = RankFailedError("no room", fix="enlarge the volume", code="ring")
+    with RunDirectory(tmp_path / "run") as directory:
+        settings = SidecarSettings(directory.path, local_ranks=2)
+        supervisor = Supervisor(make_dataset(snapshots=None), settings, directory)
+        assert supervisor._explained(told, local_rank=1) is told
+        fix = supervisor._explained(told, local_rank=2).fix
+    assert "it was 2" in fix
+    assert "nprocPerNode" in fix
+    assert fix.endswith("enlarge the volume")
 
 
 def test_threads_are_what_the_resource_says_else_the_cpus_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

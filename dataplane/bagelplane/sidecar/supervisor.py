@@ -20,7 +20,7 @@ from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
-from bagelplane.sidecar.rank import Progress, RankServer, RankStoppedError, StartingPoint
+from bagelplane.sidecar.rank import Progress, RankFailedError, RankServer, RankStoppedError, StartingPoint
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.session import BusyError, Session
 from bagelplane.sidecar.sizing import decode_threads
@@ -196,8 +196,22 @@ class Supervisor:
             if server is None:
                 server = await self._start_server(attach)
                 step = server.progress.next_step
-            await server.wait_ready()
+            try:
+                await server.wait_ready()
+            except RankFailedError as error:
+                raise self._explained(error, attach.local_rank) from None
             return server, step
+
+    def _explained(self, error: RankFailedError, local_rank: int) -> RankFailedError:
+        """The volume was made for the ranks that were expected: one more is seldom a reason to enlarge it."""
+        expected = self.settings.local_ranks
+        if error.code != "ring" or local_rank < expected:
+            return error
+        fix = (
+            f"say how many ranks this machine has (it was {expected}): nprocPerNode of the job, "
+            f"PET_NPROC_PER_NODE or --ranks. Or {error.fix}"
+        )
+        return RankFailedError(error.what, fix=fix, code=error.code)
 
     async def _served_at(self, attach: Attach) -> tuple[RankServer | None, int]:
         """The running server if it can go on at the place asked for, and that place's step."""
