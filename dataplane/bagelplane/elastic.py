@@ -18,7 +18,7 @@ from bagelplane.engine.drops import Drop, DropLog
 from bagelplane.engine.elastic import SHARDING, ElasticPlace, check_state, newest_states
 from bagelplane.engine.pack import Pack
 from bagelplane.engine.planner import PackPlan
-from bagelplane.engine.samples import newest_bad_images
+from bagelplane.engine.samples import known_bad_part
 from bagelplane.errors import BagelplaneError, SnapshotError
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class ElasticStream:
     """
 
     def __init__(
-        self, place: ElasticPlace, open_stream: OpenStream, drops: DropLog, known_bad: dict[str, str],
-        pool: ThreadPoolExecutor | None = None,
+        self, place: ElasticPlace, open_stream: OpenStream, drops: DropLog,
+        known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._place, self._open_stream = place, open_stream
         self._drop_log, self._known_bad, self._pool = drops, known_bad, pool
@@ -117,7 +117,8 @@ class ElasticStream:
             )  # fmt: skip
         place = ElasticPlace(place.rank, place.world_size, place.streams, position % place.world_size)
         try:
-            self._known_bad.update(state.get("known_bad", {}))
+            if self._known_bad is not None:
+                self._known_bad.update(state.get("known_bad", {}))
         except (TypeError, ValueError) as error:
             raise _damaged(error) from error
         self._states = newest_states([state["states"]], position, place.streams, place.served())
@@ -148,7 +149,7 @@ class ElasticStream:
         packs = found
         try:
             while packs < behind:
-                worker.plan_pack(verify=self._verify)
+                worker.skip_pack(verify=self._verify)
                 packs, now = packs + 1, time.monotonic()
                 if now - told >= PROGRESS_SECONDS:
                     told, rate = now, (packs - found) / (now - started)
@@ -203,7 +204,7 @@ class ElasticStream:
             "world_size": place.world_size,
             "step": step,
             "states": dict(states),
-            "known_bad": newest_bad_images(self._known_bad),
+            **known_bad_part(self._known_bad),
             "drops": self._total_drops(pending),
         }
 

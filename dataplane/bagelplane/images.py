@@ -3,7 +3,7 @@
 Three steps, each usable alone: the size from the header, the decoded image, the pixels in a buffer that is
 given. Colour follows the recorded streams (Automodel profile): alpha is laid on white, everything else is
 Pillow's plain conversion, the first frame of several counts, EXIF orientation is ignored, truncated pixels
-load.
+load. How profile Strict reads is strict_images.py's.
 
 Every function may run in any number of threads; Pillow releases the GIL while it decodes and resizes.
 Pillow's limits are process-wide: they are set when the first image is looked at, or earlier by
@@ -13,14 +13,16 @@ jpeg.py's: the bits are the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import re
 import threading
 import warnings
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
@@ -63,13 +65,48 @@ class ImageError(Exception):
     """An image does not open or does not decode; the text says why, without the image's name."""
 
 
+class TruncatedImageError(ImageError):
+    """An image ends before its last pixel."""
+
+
+class _TruncatedLoads(threading.local):
+    """In the place of Pillow's switch of that name, which is one for the process: here every thread has its own."""
+
+    are_allowed = True
+
+    def __bool__(self) -> bool:
+        return self.are_allowed
+
+
+_truncated_loads = _TruncatedLoads()
+
+
+@contextlib.contextmanager
+def whole_pixels() -> Iterator[None]:
+    """In this thread, truncated pixels raise meanwhile, whatever other threads do."""
+    _truncated_loads.are_allowed = False
+    try:
+        yield
+    finally:
+        _truncated_loads.are_allowed = True
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReading:
+    """How a profile reads images: (width, height) from the header, and the RGB pixels, of that very size."""
+
+    size: Callable[[bytes], tuple[int, int]]
+    decode: Callable[[bytes], Image.Image]
+
+
 def configure_pillow() -> None:
     """Sets Pillow's process-wide limits to those of the recorded streams, and loads all of its formats.
 
     Chooses what resizes and what decodes JPEG, too. Raises SpecError if BAGELPLANE_RESAMPLER or BAGELPLANE_JPEG
     asks for what there is not.
     """
-    ImageFile.LOAD_TRUNCATED_IMAGES = True
+    pillow: Any = ImageFile
+    pillow.LOAD_TRUNCATED_IMAGES = _truncated_loads
     Image.MAX_IMAGE_PIXELS = PIXEL_LIMIT
     PngImagePlugin.MAX_TEXT_CHUNK = MAX_CHUNK_BYTES
     # Left to itself, Pillow does this at the first image of a rare format; a second thread that opens one
@@ -90,17 +127,22 @@ def header_size(data: bytes) -> tuple[int, int]:
     Plain JPEG, PNG and WebP are read here, without Pillow (ten times as fast, WebP a hundred); whatever is
     unusual about them, and all other formats, goes to Pillow. An image that opens may still not decode.
     """
-    parse = _PARSERS.get(data[:4])
-    size = parse(data) if parse else None
+    size = None if is_short_webp(data) else plain_size(data)
     if size is None:
-        size = _guarded(_opened_size, data)
-    _check_size(*size)
+        size = guarded(_opened_size, data)
+    check_size(*size)
     return size
+
+
+def plain_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of a plain JPEG, PNG or WebP as its header has it; None for whatever is unusual."""
+    parse = _PARSERS.get(data[:4])
+    return parse(data) if parse else None
 
 
 def decode_rgb(data: bytes) -> Image.Image:
     """The decoded image in mode RGB. Raises ImageError, and nothing else, whatever is wrong with `data`."""
-    return _guarded(_decode, data)
+    return guarded(_decode, data)
 
 
 def resize_into(image: Image.Image, out: np.ndarray) -> None:
@@ -115,8 +157,8 @@ def resize_into(image: Image.Image, out: np.ndarray) -> None:
 
 
 def _decode(data: bytes) -> Image.Image:
-    image = _open(data)
-    _check_size(*image.size)
+    image = open_image(data)
+    check_size(*image.size)
     if image.format == "JPEG":
         decoded = jpeg.decode_plain(data, image.size)
         if decoded is not None:
@@ -133,14 +175,15 @@ def _decode(data: bytes) -> Image.Image:
 
 
 def _opened_size(data: bytes) -> tuple[int, int]:
-    image = _open(data)
+    image = open_image(data)
     if image.format not in _HEADER_IS_EXACT:
-        _check_size(*image.size)
+        check_size(*image.size)
         image.load()
     return image.size
 
 
-def _open(data: bytes) -> ImageFile.ImageFile:
+def open_image(data: bytes) -> ImageFile.ImageFile:
+    """As Pillow opens it: the header alone. For use inside of `guarded`."""
     if not data:
         raise ImageError("no bytes")
     if data[:4] == b"\x89PNG":
@@ -151,7 +194,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     return image
 
 
-def _guarded(action: Callable[[bytes], _Result], data: bytes) -> _Result:
+def guarded(action: Callable[[bytes], _Result], data: bytes) -> _Result:
     """`action(data)`, with whatever Pillow raises turned into an ImageError."""
     _configure_once()
     try:
@@ -177,7 +220,7 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:_CAUSE_LIMIT_CHARACTERS]
 
 
-def _check_size(width: int, height: int) -> None:
+def check_size(width: int, height: int) -> None:
     if width < 1 or height < 1:
         raise ImageError(f"no pixels: {width}x{height}")
     if width * height > 2 * PIXEL_LIMIT:
@@ -204,7 +247,7 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 def _webp_size(data: bytes) -> tuple[int, int] | None:
     """Size from the first chunk of a WebP file, None if anything is unusual."""
     head = data[:30]
-    if len(head) < 30 or head[8:12] != b"WEBP" or len(data) < 8 + int.from_bytes(head[4:8], "little"):
+    if len(head) < 30 or head[8:12] != b"WEBP":
         return None
     kind = head[12:16]
     if kind == b"VP8X":  # a canvas, for all frames
@@ -218,8 +261,16 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
+def is_short_webp(data: bytes) -> bool:
+    """Whether it ends before it says; Pillow opens no such file."""
+    return data[:4] == b"RIFF" and len(data) < 8 + int.from_bytes(data[4:8], "little")
+
+
 _PARSERS: dict[bytes, Callable[[bytes], tuple[int, int] | None]] = {
     b"\x89PNG": _png_size,
     b"RIFF": _webp_size,
     **{b"\xff\xd8\xff" + bytes([marker]): _jpeg_size for marker in jpeg.START_MARKERS},
 }
+
+PLAIN_READING = ImageReading(header_size, decode_rgb)
+"""As the recorded streams have it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from bagelplane.engine.packer import PackingConfig, SpecialTokens
 from bagelplane.engine.planner import Group
+from bagelplane.engine.profile import PROFILES, Profile
 from bagelplane.engine.resizing import ResizeRule
 from bagelplane.engine.rng import stream_seed
 from bagelplane.engine.samples import FrameSampler, ImageLedger, ImageTransform, PlanContext
@@ -48,6 +49,8 @@ class StreamSettings:
     data_seed: int
     global_seed: int | None
     max_consecutive_drops: int
+    profile: Profile
+    max_pixels: int
     ordered_units: dict[str, list[Any]] | None = None
     """By group, for elastic sharding: listed and ordered once for all streams of a rank."""
 
@@ -57,8 +60,9 @@ class StreamSettings:
         spec = dataset.spec
         storage = open_storage(storage_settings(dataset))
         encode, tokens = load_tokenizer(storage, spec.tokenizer)
+        profile = PROFILES[spec.profile]
         return StreamSettings(
-            groups=tuple(_group_config(group, storage) for group in spec.groups),
+            groups=tuple(_group_config(group, storage, profile) for group in spec.groups),
             packing=_packing_config(dataset),
             tokens=tokens,
             encode=encode,
@@ -66,7 +70,13 @@ class StreamSettings:
             data_seed=spec.sharding.data_seed,
             global_seed=spec.sharding.global_seed,
             max_consecutive_drops=spec.drops.max_consecutive,
+            profile=profile,
+            max_pixels=spec.images.max_pixels,
         )
+
+    def open_ledger(self, known_bad: dict[str, str] | None = None) -> ImageLedger:
+        """What is to be known of images while a stream is planned."""
+        return ImageLedger(known_bad, max_pixels=self.max_pixels if self.profile.limits_pixels else None)
 
     def seed(self, topology: Topology, worker_id: int) -> int:
         return stream_seed(
@@ -159,24 +169,28 @@ def plan_context(
 ) -> PlanContext:
     """What planning a group's rows needs. Conversations know one kind of image: their transform is the ViT's."""
     vit = config.image_transform if config.type == "vlm_sft" else config.vit_image_transform
-    return PlanContext(encode, images, vae=config.image_transform, vit=vit, frames=config.frames)
+    return PlanContext(
+        encode, images, vae=config.image_transform, vit=vit, frames=config.frames, profile=config.profile
+    )
 
 
-def dataset_config(dataset: ResourceDataset, storage: Storage) -> DatasetConfig:
+def dataset_config(dataset: ResourceDataset, storage: Storage, profile: Profile) -> DatasetConfig:
     """One data set; its parquet info is read. Raises SpecError or StorageError."""
     info_uri = dataset.parquet_info_uri
+    row_groups = read_row_group_counts(storage, info_uri, dataset.uri) if info_uri else None
     return DatasetConfig(
         name=dataset.name,
         uri=dataset.uri,
         jsonl_uri=dataset.jsonl_uri or "",
         images_uri=dataset.images_uri or dataset.uri,
-        row_groups=read_row_group_counts(storage, info_uri, dataset.uri) if info_uri else None,
+        row_groups=None if profile.reads_other_shapes else row_groups,  # the files know better
         num_used=dataset.num_used_data,
+        profile=profile,
     )
 
 
-def _group_config(group: ResourceGroup, storage: Storage) -> GroupConfig:
-    datasets = tuple(dataset_config(dataset, storage) for dataset in group.datasets)
+def _group_config(group: ResourceGroup, storage: Storage, profile: Profile) -> GroupConfig:
+    datasets = tuple(dataset_config(dataset, storage, profile) for dataset in group.datasets)
     return GroupConfig(
         name=group.name,
         type=group.type,
@@ -188,6 +202,7 @@ def _group_config(group: ResourceGroup, storage: Storage) -> GroupConfig:
         frames=FrameSampler(group.frame_sampler.min_frames, group.frame_sampler.max_frames),
         shuffle_lines=group.shuffle_lines,
         shuffle_seed=group.shuffle_seed,
+        profile=profile,
     )
 
 

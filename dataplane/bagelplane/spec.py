@@ -229,10 +229,6 @@ def refuse_unsupported(
     """
     spec = dataset.spec
     problems = []
-    if spec.profile == "Strict":
-        fix = "write `profile: Automodel`"
-        what = "is Strict, which this release does not run yet (it is the default)"
-        problems.append(Problem(("spec", "profile"), what, fix=fix))
     if spec.storage.cache is not None:
         loc = ("spec", "storage", "cache")
         problems.append(Problem(loc, "is set, this release keeps no cache yet", fix="remove it"))

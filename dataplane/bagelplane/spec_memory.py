@@ -17,11 +17,11 @@ _CHANNELS = 3
 def largest_pack_bytes(dataset: BagelDataset) -> int:
     """Upper bound of a record: tokens that a pack can hold, each an image's.
 
-    A token of an image stands for stride**2 pixels. Mandatory samples may lie past maxTokens, one for each
-    mandatory group.
+    A token of an image stands for stride**2 pixels. In profile Automodel mandatory samples may lie past
+    maxTokens, one for each mandatory group.
     """
     spec = dataset.spec
-    mandatory = sum(group.mandatory for group in spec.groups)
+    mandatory = 0 if spec.profile == "Strict" else sum(group.mandatory for group in spec.groups)
     tokens = spec.budgets.max_tokens + mandatory * spec.budgets.max_tokens_per_sample
     strides = [1]
     for group in spec.groups:

@@ -165,7 +165,7 @@ class Dataset(SpecModel):
     )
     parquet_info: Uri | None = field(
         "unified_edit: JSON file with the number of row groups of each file, as Automodel uses it. Without "
-        "it the footers of the files are read.",
+        "it, and in profile Strict, the footers of the files are read.",
         None,
         unit="URI, or path below uri",
         example="parquet_info.json",

@@ -3,7 +3,8 @@
 A `WorkerStream` plans ahead in the calling thread while decode threads fill the pack before. What an image does
 that opens but does not decode is settled here, before a pack is handed over: in the `Automodel` profile every
 image opened for the plan is decoded; when one fails the planner goes back to where the pack began, with that
-image known as bad, and plans again (STREAM, Plan first).
+image known as bad, and plans again. In profile `Strict` the images that a pack emits are decoded; when one fails,
+its sample leaves the pack, and the plan stands (STREAM, Plan first).
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from typing import Any
 import numpy as np
 
 from bagelplane.elastic import ElasticStream
-from bagelplane.engine.drops import Drop, DropLog
+from bagelplane.engine.departures import DepartureCount, without_bad_images
+from bagelplane.engine.drops import Drop, DropLog, DropReason
 from bagelplane.engine.elastic import ElasticPlace, check_world_size
 from bagelplane.engine.layout import build_pack
 from bagelplane.engine.pack import Pack
 from bagelplane.engine.packer import SpecialTokens
 from bagelplane.engine.planner import Mark, PackPlan, PackPlanner
-from bagelplane.engine.profile import AUTOMODEL
+from bagelplane.engine.profile import PROFILES, Profile
 from bagelplane.engine.raw_samples import RawPixels
 from bagelplane.engine.rng import StreamRandom
-from bagelplane.engine.samples import ImageLedger, PlannedImage, newest_bad_images
+from bagelplane.engine.samples import ImageLedger, PlannedImage, known_bad_part
 from bagelplane.engine.sharding import shard_to_rank, shard_to_worker, share_of_stream
 from bagelplane.errors import BagelplaneError, SnapshotError
-from bagelplane.images import ImageError, configure_pillow, resize_into
+from bagelplane.images import ImageError, TruncatedImageError, configure_pillow, resize_into
 from bagelplane.settings import StreamSettings, dataset_config, open_group, stored_type
 from bagelplane.sources.registry import STORED_TYPES
 from bagelplane.sources.tokenizer import load_tokenizer
@@ -53,6 +55,11 @@ class _Prepared:
     pack: Pack
     images: list[PlannedImage]
 
+    @property
+    def emitted(self) -> dict[str, Any]:
+        """The images in the pack, by key."""
+        return {image.source.key: image.source for image in self.images}
+
 
 class WorkerStream:
     """Packs of one logical worker. Owned by one thread; `pool` may be shared with other workers of the rank."""
@@ -72,6 +79,8 @@ class WorkerStream:
         self._ahead: _Prepared | None = None
         self._mark: Mark = planner.mark()
         self._pending: PackPlan | None = None
+        self.is_pure = planner.profile.plan_is_pure
+        self._departures = DepartureCount(planner.max_consecutive_drops)
 
     def next_pack(
         self, allocate: Allocate, *, plan_ahead: Callable[[], None] | None = None
@@ -80,45 +89,58 @@ class WorkerStream:
 
         (Samples that bring pixels have them in the list instead, float32 [3, h, w].)
 
-        `allocate` is called once more for each time that a bad image voids the plan. Raises DataError when a
-        group gives nothing but drops. `pack.step` counts this worker's packs; `pack.state` is left empty.
-        `plan_ahead` is what this thread does while others decode (default: `self.plan_ahead`).
+        `allocate` is called once more for each time that a bad image voids the plan, or changes the pack. Raises
+        DataError when a group gives nothing but drops. `pack.step` counts this worker's packs; `pack.state` is
+        left empty. `plan_ahead` is what this thread does while others decode (default: `self.plan_ahead`).
         """
         verified: set[str] = set()
         while True:
-            prepared = self._ahead or self._prepare()
+            prepared = self._ahead or self._lay_out(self._planner.plan())
             self._ahead = None
             self._pending = prepared.plan
             pixels = list(allocate(prepared.pack))
             bad = self._decode(prepared, pixels, verified, plan_ahead or self.plan_ahead)
-            if not bad:
-                self._mark = prepared.plan.after
-                for drop in prepared.plan.drops:
-                    self._drops.record(drop)
-                return prepared.pack, pixels
-            self._note_bad(bad)
-            self._ahead = None
-            self._planner.restore(prepared.plan.before)
+            if bad and self.is_pure:
+                prepared, pixels = self._without_bad(prepared, pixels, bad, allocate)
+            elif bad:
+                self._note_bad(bad)
+                self._ahead = None
+                self._planner.restore(prepared.plan.before)
+                continue
+            self._departures.count(prepared.plan, self._planner.name_of)
+            self._mark = prepared.plan.after
+            for drop in prepared.plan.drops:
+                self._drops.record(drop)
+            return prepared.pack, pixels
 
     def plan_pack(self, *, verify: bool) -> PackPlan:
-        """Plan one pack without making it, and go past it. `verify` decodes the images it rests on."""
+        """Plan one pack without making it, and go past it. `verify` decodes the images it rests on.
+
+        (In profile Strict it rests on none; those in it are decoded, and the plan told is what is left of it.)
+        """
         verified: set[str] = set()
         while True:
-            prepared = self._ahead
-            plan = prepared.plan if prepared else self._planner.plan()
+            plan = self._ahead.plan if self._ahead else self._planner.plan()
             self._ahead = None
-            bad = (
-                self._run({key: [] for key in plan.opened if key not in verified}, plan, verified)
-                if verify
-                else {}
+            sources = self._lay_out(plan).emitted if verify and self.is_pure else plan.opened
+            targets: dict[str, list[np.ndarray]] = (
+                {key: [] for key in sources if key not in verified} if verify else {}
             )
-            if not bad:
-                self._mark = plan.after
-                for drop in plan.drops:
-                    self._drops.count(drop)
-                return plan
-            self._note_bad(bad)
-            self._planner.restore(plan.before)
+            bad = self._run(targets, sources, verified)
+            if bad and not self.is_pure:
+                self._note_bad(bad)
+                self._planner.restore(plan.before)
+                continue
+            if bad:
+                plan = self._left_of(plan, bad)
+            self._mark = plan.after
+            for drop in plan.drops:
+                self._drops.count(drop)
+            return plan
+
+    def skip_pack(self, *, verify: bool) -> None:
+        """Go past one pack that nobody asks for: a plan that rests on no image needs none."""
+        self.plan_pack(verify=verify and not self.is_pure)
 
     def state(self) -> dict[str, Any]:
         """JSON-able state after the last pack handed over."""
@@ -135,8 +157,7 @@ class WorkerStream:
         self._planner.state_from_json(state)
         self._mark = self._planner.mark()
 
-    def _prepare(self) -> _Prepared:
-        plan = self._planner.plan()
+    def _lay_out(self, plan: PackPlan) -> _Prepared:
         pack, images = build_pack(
             plan.pack.placed,
             step=plan.before.packs,
@@ -144,6 +165,7 @@ class WorkerStream:
             data_indexes=plan.pack.data_indexes(),
             config=self._planner.config,
             tokens=self._tokens,
+            all_keys=self._planner.profile.always_all_keys,
         )
         return _Prepared(plan, pack, images)
 
@@ -153,44 +175,67 @@ class WorkerStream:
         pixels: list[np.ndarray],
         verified: set[str],
         plan_ahead: Callable[[], None],
-    ) -> dict[str, str]:
-        """Fill `pixels`, decode what else was opened, plan the next pack meanwhile; causes of failure by key."""
+    ) -> dict[str, ImageError]:
+        """Fill `pixels`, decode what else the plan rests on, plan the next pack meanwhile; failures by key."""
         targets: dict[str, list[np.ndarray]] = {}
-        sources = dict(prepared.plan.opened)
+        rests_on = {} if self.is_pure else prepared.plan.opened
+        sources = {**rests_on, **prepared.emitted}
         for number, image in enumerate(prepared.images):
             if isinstance(image.source, RawPixels):
                 pixels[number] = image.source.pixels
                 continue
             targets.setdefault(image.source.key, []).append(pixels[number])
-            sources[image.source.key] = image.source
-        for key in prepared.plan.opened:
+        for key in rests_on:
             if key not in verified:
                 targets.setdefault(key, [])
-        return self._run(targets, prepared.plan, verified, sources, plan_ahead)
+        return self._run(targets, sources, verified, plan_ahead)
+
+    def _without_bad(
+        self,
+        prepared: _Prepared,
+        pixels: list[np.ndarray],
+        bad: Mapping[str, ImageError],
+        allocate: Allocate,
+    ) -> tuple[_Prepared, list[np.ndarray]]:
+        """The pack without the samples of bad images, and the pixels of the others in their new places."""
+        # Copies: the new places may lie where the old ones do.
+        decoded = {
+            _pixel_key(image): array.copy() for image, array in zip(prepared.images, pixels, strict=True)
+        }
+        left = self._lay_out(self._left_of(prepared.plan, bad))
+        self._pending = left.plan
+        places = list(allocate(left.pack))
+        for number, image in enumerate(left.images):
+            if isinstance(image.source, RawPixels):
+                places[number] = image.source.pixels
+            else:
+                places[number][...] = decoded[_pixel_key(image)]
+        return left, places
+
+    def _left_of(self, plan: PackPlan, bad: Mapping[str, ImageError]) -> PackPlan:
+        return without_bad_images(plan, {key: _reason_of(bad[key]) for key in bad}, self._planner.name_of)
 
     def _run(
         self,
         targets: Mapping[str, list[np.ndarray]],
-        plan: PackPlan,
+        sources: Mapping[str, Any],
         verified: set[str],
-        sources: Mapping[str, Any] | None = None,
         plan_ahead: Callable[[], None] | None = None,
-    ) -> dict[str, str]:
-        sources = plan.opened if sources is None else sources
-        bad: dict[str, str] = {}
+    ) -> dict[str, ImageError]:
+        bad: dict[str, ImageError] = {}
 
-        def settle(key: str, cause: str | None) -> None:
-            if cause is None:
+        def settle(key: str, failure: ImageError | None) -> None:
+            if failure is None:
                 verified.add(key)
             else:
-                bad[key] = cause
+                bad[key] = failure
 
         if self._pool is None:
             for key, arrays in targets.items():
-                settle(key, decode_into(sources[key], arrays))
+                settle(key, decode_failure(sources[key], arrays))
             return bad
-        futures: dict[str, Future[str | None]] = {
-            key: self._pool.submit(decode_into, sources[key], arrays) for key, arrays in targets.items()
+        futures: dict[str, Future[ImageError | None]] = {
+            key: self._pool.submit(decode_failure, sources[key], arrays) for key, arrays in targets.items()
         }
         if plan_ahead is not None:
             plan_ahead()
@@ -203,38 +248,59 @@ class WorkerStream:
         if self._ahead is not None:
             return
         try:
-            self._ahead = self._prepare()
+            self._ahead = self._lay_out(self._planner.plan())
         except BagelplaneError:
             # The pack at hand is good. Planning again with the next call raises this where it belongs.
             self._ahead = None
 
-    def _note_bad(self, bad: dict[str, str]) -> None:
-        for key, cause in bad.items():
+    def _note_bad(self, bad: Mapping[str, ImageError]) -> None:
+        causes = {key: cause_of(failure) for key, failure in bad.items()}
+        for key, cause in causes.items():
             log.warning(
                 "image %s opens but does not decode (%s); planning this pack again without it", key, cause
             )
-        self._ledger.known_bad.update(bad)
+        self._ledger.known_bad.update(causes)
         if self._on_bad_images is not None:
-            self._on_bad_images(bad)
+            self._on_bad_images(causes)
 
 
-def decode_into(source: Any, targets: Sequence[np.ndarray] = ()) -> str | None:
-    """Decode once, resize to each target; the cause when it does not decode."""
+def _reason_of(failure: ImageError) -> tuple[DropReason, str]:
+    is_short = isinstance(failure, TruncatedImageError)
+    return DropReason.IMAGE_TRUNCATED if is_short else DropReason.IMAGE_UNDECODABLE, cause_of(failure)
+
+
+def cause_of(failure: ImageError) -> str:
+    """A short text, never empty."""
+    return str(failure) or type(failure).__name__
+
+
+def _pixel_key(image: PlannedImage) -> tuple[str, int, int]:
+    return image.source.key, image.height, image.width
+
+
+def decode_failure(source: Any, targets: Sequence[np.ndarray] = ()) -> ImageError | None:
+    """Decode once, resize to each target; the error when it does not decode."""
     try:
         image = source.decode()
         for target in targets:
             resize_into(image, target)
     except ImageError as error:
-        return str(error) or type(error).__name__
+        return error
     return None
+
+
+def decode_into(source: Any, targets: Sequence[np.ndarray] = ()) -> str | None:
+    """The same with the cause alone, as states keep it."""
+    failure = decode_failure(source, targets)
+    return None if failure is None else cause_of(failure)
 
 
 class RankStream:
     """A rank's packs: its logical workers' streams in turn, worker 0 first. Owned by one thread."""
 
     def __init__(
-        self, workers: Sequence[WorkerStream], topology: Topology, drops: DropLog, known_bad: dict[str, str],
-        pool: ThreadPoolExecutor | None = None,
+        self, workers: Sequence[WorkerStream], topology: Topology, drops: DropLog,
+        known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._workers, self._topology, self._drops = list(workers), topology, drops
         self._known_bad, self._pool = known_bad, pool
@@ -262,7 +328,8 @@ class RankStream:
         """Plan forward until `step` packs lie behind, without making them.
 
         `verify` decodes (and does not resize) the images that the plans rest on, as the Automodel profile needs
-        where bad images are not known yet. Raises SnapshotError when `step` lies behind already.
+        where bad images are not known yet; in profile Strict they rest on none, and nothing is decoded. Raises
+        SnapshotError when `step` lies behind already.
         """
         if step < self.step:
             raise SnapshotError(
@@ -272,7 +339,7 @@ class RankStream:
                 fix="use an older state",
             )
         while self.step < step:
-            self._workers[self.step % len(self._workers)].plan_pack(verify=verify)
+            self._workers[self.step % len(self._workers)].skip_pack(verify=verify)
             self.step += 1
             if on_progress is not None:
                 on_progress(self.step)
@@ -282,7 +349,8 @@ class RankStream:
         """Plan the rank's next pack from headers and text, and go past it: a forecast, no pixels are made.
 
         In the Automodel profile an image that opens and does not decode moves the stream. So the plan is sure
-        to be what `next_pack` gives only with `verify`, which decodes the images that it rests on.
+        to be what `next_pack` gives only with `verify`, which decodes the images that it rests on. In profile
+        Strict such an image takes its sample out of its pack and moves nothing; `verify` finds those samples.
         """
         number = self.step % len(self._workers)
         plan = self._workers[number].plan_pack(verify=verify)
@@ -305,7 +373,8 @@ class RankStream:
                 fix="resume on the same ranks and workers (sharding.mode Bagel is bound to them)",
             )
         try:
-            self._known_bad.update(state.get("known_bad", {}))
+            if self._known_bad is not None:
+                self._known_bad.update(state.get("known_bad", {}))
             for worker, part in zip(self._workers, state["workers"], strict=True):
                 worker.load_state(part)
             self._drops.load_json(state.get("drops", {}))
@@ -330,7 +399,7 @@ class RankStream:
             "step": step,
             "topology": _topology_json(self._topology),
             "workers": list(self._worker_states),
-            "known_bad": newest_bad_images(self._known_bad),
+            **known_bad_part(self._known_bad),
             "drops": self._drops.as_json(drops),
         }
 
@@ -351,11 +420,12 @@ def open_rank_stream(
     """The stream that `dataset` declares for one rank, at its beginning or where `state` was taken.
 
     `known_bad` are images found undecodable before (key to cause); `on_bad_images` is called with new ones
-    before a pack planned without them is handed over, so that it can make them durable.
+    before a pack planned without them is handed over, so that it can make them durable. In profile Strict
+    both are without meaning.
     Raises SpecError, StorageError, DataError or SnapshotError.
     """
     settings = StreamSettings.from_resource(dataset)
-    bad = dict(known_bad or {})
+    bad = None if settings.profile.plan_is_pure else dict(known_bad or {})
     pool = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode") if decode_threads else None
     drops = DropLog(log)
     open_worker = partial(open_worker_stream, known_bad=bad, pool=pool, on_bad_images=on_bad_images)
@@ -375,8 +445,8 @@ def open_rank_stream(
 
 def _elastic_stream(
     dataset: BagelDataset, settings: StreamSettings, topology: Topology,
-    open_worker: Callable[..., WorkerStream], drops: DropLog, known_bad: dict[str, str],
-    pool: ThreadPoolExecutor | None,
+    open_worker: Callable[..., WorkerStream], drops: DropLog,
+    known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None,
 ) -> ElasticStream:  # fmt: skip
     """Stream s of S is what rank s of S, read in the process, would be under Bagel sharding, seed included."""
     streams = dataset.spec.sharding.streams
@@ -395,20 +465,20 @@ def open_worker_stream(
     topology: Topology,
     worker_id: int,
     *,
-    known_bad: dict[str, str],
+    known_bad: dict[str, str] | None,
     drops: DropLog,
     pool: ThreadPoolExecutor | None = None,
     on_bad_images: OnBadImages | None = None,
 ) -> WorkerStream:
     """One logical worker's stream from its own part of the data."""
     configure_pillow()
-    ledger = ImageLedger(known_bad)
+    ledger = settings.open_ledger(known_bad)
     planner = PackPlanner(
         config=settings.packing,
         groups=[open_group(settings, config, topology, worker_id, ledger) for config in settings.groups],
         rng=StreamRandom(settings.seed(topology, worker_id)),
         images=ledger,
-        profile=AUTOMODEL,
+        profile=settings.profile,
         max_consecutive_drops=settings.max_consecutive_drops,
     )
     return WorkerStream(
@@ -430,7 +500,7 @@ def check_sources(dataset: BagelDataset, world_size: int = 1) -> dict[str, int]:
         check_world_size(sharding.streams, world_size)
         settings, topology = settings.for_streams(), Topology(0, sharding.streams, 0)
     for config in settings.groups:
-        open_group(settings, config, topology, 0, ImageLedger())
+        open_group(settings, config, topology, 0, settings.open_ledger())
     return {config.name: len(settings.list_units(config)) for config in settings.groups}
 
 
@@ -460,7 +530,7 @@ def source_looks(dataset: BagelDataset, world_size: int, storage: Storage) -> It
         for position, data in enumerate(group.datasets):
             yield (
                 f"{place}.datasets[{position}]",
-                partial(_look_at, group.type, data, storage, enough, counts),
+                partial(_look_at, group.type, data, storage, PROFILES[spec.profile], enough, counts),
             )
         if len(counts) == len(group.datasets):
             units = [str(number) for number in range(sum(counts))]
@@ -470,8 +540,10 @@ def source_looks(dataset: BagelDataset, world_size: int, storage: Storage) -> It
                 yield place, partial(_share_out, units, world_size, num_workers, group.name)
 
 
-def _look_at(kind: str, data: Dataset, storage: Storage, enough: int, counts: list[int]) -> None:
-    counts.append(STORED_TYPES[kind].look(dataset_config(data, storage), storage, enough))
+def _look_at(
+    kind: str, data: Dataset, storage: Storage, profile: Profile, enough: int, counts: list[int]
+) -> None:
+    counts.append(STORED_TYPES[kind].look(dataset_config(data, storage, profile), storage, enough))
 
 
 def _share_out(units: Sequence[str], world_size: int, num_workers: int, group: str) -> None:

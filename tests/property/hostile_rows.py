@@ -83,7 +83,7 @@ captions = json_texts(st.one_of(st.dictionaries(words, texts, max_size=3), value
 
 
 def run_stream(
-    folder: Path, group: dict[str, Any], **budgets: int
+    folder: Path, group: dict[str, Any], profile: str = "Automodel", **budgets: int
 ) -> tuple[int, dict[str, dict[str, int]], str]:
     """Packs made, drops counted, and the error that ended it, if any.
 
@@ -95,7 +95,7 @@ def run_stream(
             "kind": "BagelDataset",
             "metadata": {"name": "hostile"},
             "spec": {
-                "profile": "Automodel",
+                "profile": profile,
                 "tokenizer": {"uri": str(HERE / "data/tokenizer.json")},
                 "groups": [group],
                 "budgets": {

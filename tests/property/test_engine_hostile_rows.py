@@ -30,6 +30,7 @@ from tests.property.hostile_rows import (
 
 pytestmark = pytest.mark.timeout(300)
 EXAMPLES = settings(max_examples=100)
+PROFILES = pytest.mark.parametrize("profile", ["Automodel", "Strict"])
 ALL_PACKS = (3, "")
 """What a stream with one good row among bad ones comes to: packs made, and no error."""
 GOOD_CAPTION = '{"caption": "a good one"}'
@@ -53,9 +54,10 @@ def utf8(text: Any) -> bytes | None:
     return None if text is None else text.encode("utf-8", "surrogatepass")
 
 
+@PROFILES
 @EXAMPLES
 @given(st.lists(st.tuples(images, st.one_of(captions, st.none())), min_size=1, max_size=5))
-def test_text_to_image_rows(rows: list[tuple[Any, Any]]) -> None:
+def test_text_to_image_rows(profile: str, rows: list[tuple[Any, Any]]) -> None:
     rows.append((GOOD_IMAGES[0], GOOD_CAPTION))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -65,7 +67,7 @@ def test_text_to_image_rows(rows: list[tuple[Any, Any]]) -> None:
             "captions": pa.array([utf8(text) for _, text in rows], pa.binary()).cast(pa.string(), safe=False),
         }
         write_parquet(folder / "a.parquet", columns)
-        made, _, error = run_stream(folder, {**T2I, "datasets": [{"name": "t2i", "uri": name}]})
+        made, _, error = run_stream(folder, {**T2I, "datasets": [{"name": "t2i", "uri": name}]}, profile)
     assert (made, error) == ALL_PACKS
 
 
@@ -94,10 +96,11 @@ arrow_columns = st.sampled_from(
 )
 
 
+@PROFILES
 @EXAMPLES
 @given(arrow_columns, arrow_columns, st.integers(0, 3), st.booleans())
 def test_columns_of_the_wrong_type(
-    first: tuple[Any, Any], second: tuple[Any, Any], count: int, editing: bool
+    profile: str, first: tuple[Any, Any], second: tuple[Any, Any], count: int, editing: bool
 ) -> None:
     group, names = (EDIT, ("image_list", "instruction_list")) if editing else (T2I, ("image", "captions"))
     with tempfile.TemporaryDirectory() as name:
@@ -106,13 +109,15 @@ def test_columns_of_the_wrong_type(
             for column, (kind, value) in zip(names, (first, second), strict=True)
         }
         write_parquet(Path(name) / "a.parquet", columns)
-        check(run_stream(Path(name), {**group, "datasets": [{"name": "d", "uri": name}]}), empty=count == 0)
+        where = {"datasets": [{"name": "d", "uri": name}]}
+        check(run_stream(Path(name), {**group, **where}, profile), empty=count == 0)
 
 
 good_chains = st.lists(st.sampled_from(GOOD_IMAGES), min_size=2, max_size=4)
 phrasings = st.lists(st.one_of(st.none(), texts), max_size=3)
 
 
+@PROFILES
 @EXAMPLES
 @given(
     st.lists(
@@ -124,7 +129,7 @@ phrasings = st.lists(st.one_of(st.none(), texts), max_size=3)
         max_size=5,
     )
 )
-def test_editing_rows(rows: list[tuple[Any, Any]]) -> None:
+def test_editing_rows(profile: str, rows: list[tuple[Any, Any]]) -> None:
     rows.append((GOOD_IMAGES[:2], [["brighter"]]))
     with tempfile.TemporaryDirectory() as name:
         instructions = [
@@ -137,7 +142,9 @@ def test_editing_rows(rows: list[tuple[Any, Any]]) -> None:
             "instruction_list": of_bytes.cast(pa.list_(pa.list_(pa.string())), safe=False),
         }
         write_parquet(Path(name) / "a.parquet", columns)
-        made, _, error = run_stream(Path(name), {**EDIT, "datasets": [{"name": "edit", "uri": name}]})
+        made, _, error = run_stream(
+            Path(name), {**EDIT, "datasets": [{"name": "edit", "uri": name}]}, profile
+        )
     assert (made, error) == ALL_PACKS
 
 
@@ -197,14 +204,15 @@ def picture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def converse(picture_folder: Path, data: bytes) -> Any:
+def converse(picture_folder: Path, data: bytes, profile: str) -> Any:
     with tempfile.TemporaryDirectory() as name:
         lines = Path(name) / "lines.jsonl"
         lines.write_bytes(data)
         place = {"name": "vlm", "uri": name, "jsonl": str(lines), "images": str(picture_folder)}
-        return run_stream(Path(name), {**VLM, "datasets": [place]})
+        return run_stream(Path(name), {**VLM, "datasets": [place]}, profile)
 
 
+@PROFILES
 @EXAMPLES
 @given(
     lines=st.lists(
@@ -218,12 +226,15 @@ def converse(picture_folder: Path, data: bytes) -> Any:
     ending=st.sampled_from([b"\n", b"\r\n", b"\r", b"\n\n"]),
     last=st.booleans(),
 )
-def test_lines_of_conversations(picture_folder: Path, lines: list[bytes], ending: bytes, last: bool) -> None:
+def test_lines_of_conversations(
+    picture_folder: Path, profile: str, lines: list[bytes], ending: bytes, last: bool
+) -> None:
     data = ending.join([*lines, GOOD_LINE]) + (ending if last else b"")
-    made, _, error = converse(picture_folder, data)
+    made, _, error = converse(picture_folder, data, profile)
     assert (made, error) == ALL_PACKS
 
 
+@PROFILES
 @pytest.mark.parametrize("kind", ["image", "video"])
 @pytest.mark.parametrize(
     "name",
@@ -235,12 +246,13 @@ def test_lines_of_conversations(picture_folder: Path, lines: list[bytes], ending
     ],
     ids=lambda value: json.dumps(value)[:24],
 )  # fmt: skip
-def test_no_file_name_ends_a_stream(kind: str, name: Any, picture_folder: Path) -> None:
+def test_no_file_name_ends_a_stream(kind: str, name: Any, picture_folder: Path, profile: str) -> None:
     """One good row beside it: the row with the name is dropped, or used, and the stream goes on."""
     answer = {"from": "gpt", "value": "an answer"}
     bad = {kind: name, "conversations": [{"from": "human", "value": f"<{kind}> what"}, answer]}
     good = {"image": "good.png", "conversations": [{"from": "human", "value": "<image> what"}, answer]}
-    made, _, error = converse(picture_folder, (json.dumps(bad) + "\n" + json.dumps(good) + "\n").encode())
+    data = (json.dumps(bad) + "\n" + json.dumps(good) + "\n").encode()
+    made, _, error = converse(picture_folder, data, profile)
     assert (made, error) == ALL_PACKS
 
 
@@ -251,15 +263,18 @@ T2I_CAPTIONS = {
 }  # fmt: skip
 
 
+@PROFILES
 @pytest.mark.parametrize("kind", T2I_CAPTIONS)
-def test_no_caption_ends_a_stream(kind: str, tmp_path: Path) -> None:
+def test_no_caption_ends_a_stream(kind: str, profile: str, tmp_path: Path) -> None:
     rows = [T2I_CAPTIONS[kind], GOOD_CAPTION]
     columns = {
         "image": pa.array([GOOD_IMAGES[0]] * 2, pa.binary()),
         "captions": pa.array(rows, pa.string()),
     }
     write_parquet(tmp_path / "a.parquet", columns)
-    made, _, error = run_stream(tmp_path, {**T2I, "datasets": [{"name": "t2i", "uri": str(tmp_path)}]})
+    made, _, error = run_stream(
+        tmp_path, {**T2I, "datasets": [{"name": "t2i", "uri": str(tmp_path)}]}, profile
+    )
     assert (made, error) == ALL_PACKS
 
 

@@ -106,15 +106,18 @@ def test_a_wrong_field_is_refused_in_the_words_of_the_command_line(
 
 
 def test_what_this_release_does_not_run_is_refused() -> None:
-    message = verdict_on_dataset(example(dataplane={"pixelFormat": "float32"})).message
+    message = verdict_on_dataset(
+        example(dataplane={"pixelFormat": "float32"}, storage={"cache": {"sizeLimit": "1Gi"}})
+    ).message
     assert "spec.dataplane.pixelFormat: is float32, which this release does not write yet" in message
+    assert "spec.storage.cache: is set" in message
     groups = example()["spec"]["groups"]
     groups[0]["type"] = "t2i_pretraining"
     assert "is no registered type" in verdict_on_dataset(example(groups=groups)).message
 
 
 def test_what_is_stored_already_may_be_deleted_and_relabelled() -> None:
-    wrong = example(profile="Strict")
+    wrong = example(dataplane={"pixelFormat": "float32"})
     labelled = json.loads(json.dumps(wrong))
     labelled["metadata"]["labels"] = {"team": "a"}
     leaving = json.loads(json.dumps(wrong))
@@ -175,9 +178,11 @@ def test_an_api_server_that_does_not_answer_is_said_so() -> None:
 
 
 def test_a_dataset_that_cannot_be_run_is_refused_in_the_words_of_the_command_line() -> None:
-    verdict = verdict_on_pod(pod(), FakeDatasets(example(profile="Strict")))
+    verdict = verdict_on_pod(pod(), FakeDatasets(example(dataplane={"pixelFormat": "float32"})))
     assert not verdict.allowed
-    assert verdict.message.startswith("BagelDataset bagel-sft: spec.profile: is Strict, which this release")
+    assert verdict.message.startswith(
+        "BagelDataset bagel-sft: spec.dataplane.pixelFormat: is float32, which this"
+    )
 
 
 def test_what_is_wrong_with_the_pod_is_said() -> None:

@@ -36,6 +36,13 @@ def resource(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def strict_resource(resource: Path) -> Path:
+    path = resource.with_name("strict.yaml")
+    path.write_text(resource.read_text().replace("profile: Automodel", "profile: Strict"))
+    return path
+
+
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
@@ -248,3 +255,26 @@ def test_a_world_size_that_the_streams_do_not_fit_is_refused(
     assert outcome(capsys, "preview", elastic_resource, "--packs", 1, *PLACE, "-o", picture)[0] == 0
     with Image.open(picture) as drawn:
         assert drawn.size[0] > 100
+
+
+# --- profile Strict -------------------------------------------------------------------------------------
+
+
+def test_a_strict_forecast_leaves_out_what_does_not_decode_and_moves_nothing_else(
+    strict_resource: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planned, verified and run: the same packs, but for the samples that do not decode."""
+    dataset = load_dataset(strict_resource)
+    packs, drops = packs_of_run(strict_resource, PACKS)
+    verified = make_forecast(dataset, Topology(1, 2, 0), packs=PACKS, decode_threads=2).tally
+    assert verified.lengths == [pack.scalars["sequence_length"] for pack in packs]
+    assert verified.pixel_bytes == [sum(3 * h * w for h, w in pack.image_shapes) for pack in packs]
+    assert verified.drops() == {group: dict(row) for group, row in drops.items()}
+    forecast = make_forecast(dataset, Topology(1, 2, 0), packs=PACKS).tally
+    left = {"image_truncated", "image_undecodable"}
+    gone = sum(count for row in drops.values() for reason, count in row.items() if reason in left)
+    assert gone > 0, "the demo's data have such images"
+    assert sum(forecast.samples_a_pack) - sum(verified.samples_a_pack) == gone
+    code, out, _ = outcome(capsys, "plan", strict_resource, "--packs", PACKS, *PLACE)
+    assert code == 0
+    assert "takes its sample out of its pack" in " ".join(out.split())

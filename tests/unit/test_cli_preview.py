@@ -26,12 +26,13 @@ from bagelplane.topology import Topology
 PACKS = 6
 
 
-@pytest.fixture(scope="module")
-def resource(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["Automodel", "Strict"])
+def resource(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("preview")
     make_data_set(folder / "data", Recipe(distinct_pictures=12))
     path = folder / "dataset.yaml"
-    path.write_text(RESOURCE.format(data=f"file://{folder}/data", storage="", snapshots=""))
+    text = RESOURCE.format(data=f"file://{folder}/data", storage="", snapshots="")
+    path.write_text(text.replace("profile: Automodel", f"profile: {request.param}"))
     return path
 
 

@@ -430,7 +430,7 @@ SPECS = st.sampled_from(
         {},
         {"budgets": OTHER_BUDGETS},
         {"budgets": {"expectedTokens": 10, "maxTokens": 5}},
-        {"profile": "Strict"},
+        {"dataplane": {"pixelFormat": "float32"}},
         {"dataplane": {"image": "mine:2"}},
         {"groups": []},
     ]

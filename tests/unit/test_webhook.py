@@ -113,12 +113,12 @@ def test_questions_are_answered_over_tls(cert_dir: Path, authority: Authority, h
                     True,
                     "JSONPatch",
                 )
-            question = review("BagelDataset", example(profile="Strict"))
+            question = review("BagelDataset", example(dataplane={"pixelFormat": "float32"}))
             async with session.post(f"{root}/check-datasets", json=question) as answer:
                 response = (await answer.json())["response"]
                 assert not response["allowed"]
                 assert response["status"]["message"].startswith(
-                    "BagelDataset bagel-sft: spec.profile: is Strict"
+                    "BagelDataset bagel-sft: spec.dataplane.pixelFormat: is float32"
                 )
 
     asyncio.run(scenario())

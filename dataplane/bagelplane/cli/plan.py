@@ -24,10 +24,12 @@ from bagelplane.stream import check_sources, open_rank_stream
 from bagelplane.topology import Topology
 
 _MEGABYTE = 1e6
-FORECAST_NOTE = (
-    "A forecast: images are taken to decode once their headers are good. One that does not decode is dropped "
-    "in the run, and moves the packs after it. --verify decodes them all and is exact."
-)
+FORECAST_NOTES = {
+    "Automodel": "A forecast: images are taken to decode once their headers are good. One that does not decode is "
+    "dropped in the run, and moves the packs after it. --verify decodes them all and is exact.",
+    "Strict": "Images are taken to decode once their headers are good. One that does not takes its sample out of its "
+    "pack in the run, and moves nothing else. --verify decodes the images of these packs and leaves those samples out.",
+}
 _KIND_NAMES = {"text": "text", "vit_image": "ViT image", "vae_image": "VAE image"}
 
 
@@ -92,7 +94,7 @@ class Forecast:
     """Counts of planned packs, and how to show them."""
 
     def __init__(self, dataset: BagelDataset, topology: Topology, *, verified: bool) -> None:
-        self.name = dataset.metadata.name
+        self.name, self.profile = dataset.metadata.name, dataset.spec.profile
         self.topology, self.verified = topology, verified
         sharding = dataset.spec.sharding
         self.streams = sharding.streams if sharding.mode == "Elastic" else 0
@@ -108,7 +110,8 @@ class Forecast:
             )
             for group in dataset.spec.groups
         ]
-        self.tally = PlanTally(_packing_of(dataset), shares, readers)
+        settings = StreamSettings.from_resource(dataset)
+        self.tally = PlanTally(settings.packing, shares, readers, is_pure=settings.profile.plan_is_pure)
         self.seconds = 0.0
 
     @property
@@ -155,7 +158,7 @@ class Forecast:
         for table in tables:
             parts += ["", table]
         if not self.verified:
-            parts += ["", f"[dim]{FORECAST_NOTE}[/]"]
+            parts += ["", f"[dim]{FORECAST_NOTES[self.profile]}[/]"]
         console.print(Group(*parts), soft_wrap=not console.is_terminal)
 
     def write_png(self, path: Path) -> None:
@@ -171,7 +174,7 @@ class Forecast:
 def make_forecast(
     dataset: BagelDataset, topology: Topology, *, packs: int, decode_threads: int = 0
 ) -> Forecast:
-    """Plan and count. With decode threads every image is decoded, so that the plan is what a run gives."""
+    """Plan and count. With decode threads images are decoded, so that the plan is what a run gives."""
     forecast = Forecast(dataset, topology, verified=decode_threads > 0)
     started = time.monotonic()
     for plan in plans(dataset, topology, packs=packs, decode_threads=decode_threads):
@@ -194,10 +197,6 @@ def plans(
                     yield plan
     finally:
         stream.close()
-
-
-def _packing_of(dataset: BagelDataset) -> Any:
-    return StreamSettings.from_resource(dataset).packing
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -16,10 +16,12 @@ from bagelplane.engine.samples import PlannedImage
 from bagelplane.errors import SpecError
 from bagelplane.figures.contact_sheet import Fonts, draw_sheet
 from bagelplane.figures.pack_cards import PackCards, cards_of_pack
-from bagelplane.images import resize_into
+from bagelplane.images import ImageError, resize_into
 from bagelplane.settings import StreamSettings
 from bagelplane.spec import BagelDataset, load_dataset, refuse_unsupported
 from bagelplane.topology import Topology
+
+_UNDECODED_GREY = 128
 
 
 def preview(
@@ -109,7 +111,11 @@ def pack_cards(
 
 def pixels_of(image: PlannedImage) -> np.ndarray:
     """uint8 [height, width, 3], as a run hands them to the trainer."""
-    pixels = np.empty((image.height, image.width, 3), np.uint8)
-    decoded: Image.Image = image.source.decode()
+    pixels = np.full((image.height, image.width, 3), _UNDECODED_GREY, np.uint8)
+    try:
+        decoded: Image.Image = image.source.decode()
+    except ImageError:
+        # In profile Strict an image that conditioning left out may be one that does not decode.
+        return pixels
     resize_into(decoded, pixels)
     return pixels

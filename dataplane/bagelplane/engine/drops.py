@@ -41,6 +41,19 @@ class DropReason(StrEnum):
         "A line has no `conversations`, or they are no list of turns with `from` and a text `value`.",
     )
     IMAGE_SURPLUS = "image_surplus", "The turns of a line place more images than the line has."
+    IMAGE_UNREFERENCED = (
+        "image_unreferenced",
+        "Strict: a line has images that its turns do not place. (Automodel takes the first ones.)",
+    )
+    IMAGE_TOO_LARGE = "image_too_large", "Strict: an image has more pixels than `images.maxPixels`."
+    IMAGE_TRUNCATED = (
+        "image_truncated",
+        "Strict: an image of the sample ends before its last pixel, so the sample left its pack.",
+    )
+    IMAGE_UNDECODABLE = (
+        "image_undecodable",
+        "Strict: an image of the sample opens but does not decode, so the sample left its pack.",
+    )
     NO_LOSS_LABELS = (
         "no_loss_labels",
         "No turn of a line is trained on: it has no answer, or only empty ones.",
@@ -48,11 +61,11 @@ class DropReason(StrEnum):
     OVERLENGTH_SAMPLE = "overlength_sample", "The sample is larger than `budgets.maxTokensPerSample`."
     OVERLENGTH_MANDATORY_SAMPLE = (
         "overlength_mandatory_sample",
-        "A sample of a mandatory group is not smaller than `budgets.maxTokensPerSample`.",
+        "A sample of a mandatory group is larger than `budgets.maxTokensPerSample` (Automodel: not smaller).",
     )
     BUFFER_FULL = (
         "buffer_full",
-        "The sample did not fit into the open pack and the buffer was full (or it came from there): it is lost.",
+        "Automodel: the sample did not fit into the open pack, and the buffer was full (or it came from there).",
     )
 
 

@@ -139,8 +139,12 @@ def build_pack(
     data_indexes: list[dict[str, Any]],
     config: PackingConfig,
     tokens: SpecialTokens,
+    all_keys: bool = False,
 ) -> tuple[Pack, list[PlannedImage]]:
-    """The pack without pixels and state, and the distinct images that its `image_shapes` stand for."""
+    """The pack without pixels and state, and the distinct images that its `image_shapes` stand for.
+
+    With `all_keys` the yielded mapping has those of an empty kind too (profile Strict).
+    """
     vae, vit = emitted_images(placed_samples, "vae_image"), emitted_images(placed_samples, "vit_image")
     distinct: dict[tuple[str, int, int], tuple[int, PlannedImage]] = {}
 
@@ -164,6 +168,7 @@ def build_pack(
             "batch_data_indexes": data_indexes,
             "vae_normalisation": _normalisation(vae),
             "vit_normalisation": _normalisation(vit),
+            **({"all_keys": True} if all_keys else {}),
         },
         arrays=layout_arrays(placed_samples, config, tokens),
         image_shapes=[(image.height, image.width) for image in images],
@@ -185,11 +190,13 @@ def _normalisation(images: Sequence[PlannedImage]) -> list[list[list[float]]] | 
 def assemble(pack: Pack, images: Sequence[np.ndarray]) -> dict[str, Any]:
     """The yielded mapping as NumPy arrays, keys and order as Automodel gives them (STREAM, Yielded mapping).
 
+    Keys of an empty kind are left out, or (profile Strict) there with empty arrays of the right type and rank.
+
     `images` are the pixels of `pack.image_shapes`: uint8 [h, w, 3], or float32 [3, h, w] already normalised.
     Nothing in the result refers to `images` or to the pack's arrays.
     """
     arrays = {name: np.array(array) for name, array in pack.arrays.items()}
-    scalars = pack.scalars
+    scalars, all_keys = pack.scalars, bool(pack.scalars.get("all_keys"))
     batch: dict[str, Any] = {
         "sequence_length": scalars["sequence_length"],
         "sample_lens": list(scalars["sample_lens"]),
@@ -198,21 +205,21 @@ def assemble(pack: Pack, images: Sequence[np.ndarray]) -> dict[str, Any]:
         "packed_position_ids": arrays["packed_position_ids"],
     }
     _assemble_attention(batch, scalars)
-    if pack.vae_images:
+    if pack.vae_images or all_keys:
         batch["padded_images"] = pad_images(pack, images)
         batch["patchified_vae_latent_shapes"] = [
             tuple(shape) for shape in scalars["patchified_vae_latent_shapes"]
         ]
         batch["packed_latent_position_ids"] = arrays["packed_latent_position_ids"]
         batch["packed_vae_token_indexes"] = arrays["packed_vae_token_indexes"]
-    if pack.vit_images:
+    if pack.vit_images or all_keys:
         batch["packed_vit_tokens"] = patchify_images(pack, images)
         for name in ("packed_vit_position_ids", "packed_vit_token_indexes", "vit_token_seqlens"):
             batch[name] = arrays[name]
-    if len(arrays["packed_timesteps"]):
+    if len(arrays["packed_timesteps"]) or all_keys:
         batch["packed_timesteps"] = arrays["packed_timesteps"]
         batch["mse_loss_indexes"] = arrays["mse_loss_indexes"]
-    if len(arrays["packed_label_ids"]):
+    if len(arrays["packed_label_ids"]) or all_keys:
         for name in ("packed_label_ids", "ce_loss_indexes", "ce_loss_weights"):
             batch[name] = arrays[name]
     batch["batch_data_indexes"] = [dict(entry) for entry in scalars["batch_data_indexes"]]
@@ -236,7 +243,7 @@ def _assemble_attention(batch: dict[str, Any], scalars: dict[str, Any]) -> None:
 def pad_images(pack: Pack, images: Sequence[np.ndarray]) -> np.ndarray:
     """float32 [n, 3, H, W]: emitted VAE images, normalised, zero-padded to the largest height and width."""
     shapes = [pack.image_shapes[number] for number in pack.vae_images]
-    height, width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+    height, width = (max((shape[side] for shape in shapes), default=0) for side in (0, 1))
     ragged = any(shape != (height, width) for shape in shapes)
     padded = (np.zeros if ragged else np.empty)((len(shapes), 3, height, width), dtype=np.float32)
     for place, number, (mean, std) in _emitted(pack.vae_images, pack.scalars["vae_normalisation"]):

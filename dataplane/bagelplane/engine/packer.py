@@ -152,6 +152,8 @@ class OpenPack:
 
     placed: list[PlacedSample] = field(default_factory=list)
     length: int = 0
+    is_stand_in: bool = False
+    """Whether it holds no sample, but what stands in for those that all left it (profile Strict)."""
 
     def put(self, sample: Sample, config: PackingConfig, rng: PackDraws) -> None:
         placed = place_sample(sample, start=self.length, config=config, rng=rng)
@@ -160,6 +162,8 @@ class OpenPack:
 
     def data_indexes(self) -> list[dict[str, Any]]:
         """The yielded `batch_data_indexes`."""
+        if self.is_stand_in:
+            return []
         return [
             dict(sample.entry)
             if sample.entry is not None

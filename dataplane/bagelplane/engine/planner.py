@@ -52,6 +52,8 @@ class Mark:
     buffer: tuple[Sample, ...]
     groups: tuple[Any, ...]
     packs: int
+    carried: Sample | None = None
+    """What did not fit while the buffer was full: it opens the next pack (profile Strict)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,10 @@ class PackPlanner:
         max_consecutive_drops: int,
     ) -> None:
         self.config, self._groups, self._rng = config, list(groups), rng
-        self._images, self._profile = images, profile
-        self._max_consecutive_drops = max_consecutive_drops
+        self._images, self.profile = images, profile
+        self.max_consecutive_drops = max_consecutive_drops
         self._buffer: list[Sample] = []
+        self._carried: Sample | None = None
         self._packs = 0
         self._drops: list[Drop] = []
         self._in_a_row: Counter[str] = Counter()
@@ -89,11 +92,11 @@ class PackPlanner:
 
     def mark(self) -> Mark:
         groups = tuple(group.mark() for group in self._groups)
-        return Mark(self._rng.mark(), tuple(self._buffer), groups, self._packs)
+        return Mark(self._rng.mark(), tuple(self._buffer), groups, self._packs, self._carried)
 
     def restore(self, mark: Mark) -> None:
         self._rng.restore(mark.rng)
-        self._buffer = list(mark.buffer)
+        self._buffer, self._carried = list(mark.buffer), mark.carried
         self._packs = mark.packs
         for group, position in zip(self._groups, mark.groups, strict=True):
             group.restore(position)
@@ -116,58 +119,89 @@ class PackPlanner:
     def _fill(self, pack: OpenPack) -> bool:
         """One round of the packing loop; True when the pack is to be yielded."""
         config = self.config
-        if pack.length == 0:
-            self._put_mandatory(pack)
+        if pack.length == 0 and not self._begin(pack):
+            return True
         buffered = pack.length < config.prefer_buffer_before and bool(self._buffer)
         sample = self._buffer.pop(0) if buffered else self._draw(self._choose_group())
-        if not self._profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=False):
+        if not self.profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=False):
             self._drop(
-                self._name_of(sample), DropReason.OVERLENGTH_SAMPLE, _overlength_message(sample, config)
+                self.name_of(sample), DropReason.OVERLENGTH_SAMPLE, _overlength_message(sample, config)
             )
             return False
         if pack.length + sample.size > config.max_tokens:
-            if not buffered and len(self._buffer) < config.max_buffer_size:
-                self._buffer.append(sample)
-                self._in_a_row[self._name_of(sample)] = 0
-                return False
-            self._lose(sample, pack, buffered=buffered)
-            return True
+            return not self._set_aside(sample, pack, buffered=buffered)
         self._put(pack, sample)
         return pack.length >= config.expected_tokens
 
-    def _put_mandatory(self, pack: OpenPack) -> None:
-        config = self.config
+    def _begin(self, pack: OpenPack) -> bool:
+        """Open a pack: what the last one had no place for, then a sample of each mandatory group.
+
+        False when the pack has to be yielded as it is: a mandatory sample found no place, not even in the buffer.
+        """
+        if self._carried is not None:
+            sample, self._carried = self._carried, None
+            self._put(pack, sample)
+        present = {placed.sample.group_index for placed in pack.placed}
         for index, group in enumerate(self._groups):
-            while group.mandatory:
-                sample = self._draw(index)
-                if self._profile.fits_sample_budget(
-                    sample.size, config.max_tokens_per_sample, mandatory=True
-                ):
-                    self._put(pack, sample)
-                    break
-                reason = DropReason.OVERLENGTH_MANDATORY_SAMPLE
-                self._drop(group.name, reason, _overlength_message(sample, config))
+            if not group.mandatory or (self.profile.keeps_what_does_not_fit and index in present):
+                continue
+            sample = self._draw_mandatory(index)
+            fits = pack.length + sample.size <= self.config.max_tokens
+            if fits or self.profile.mandatory_may_overflow:
+                self._put(pack, sample)
+            elif not self._set_aside(sample, pack, buffered=False):
+                return False
+        return True
+
+    def _draw_mandatory(self, index: int) -> Sample:
+        config, group = self.config, self._groups[index]
+        while True:
+            sample = self._draw(index)
+            if self.profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=True):
+                return sample
+            reason = DropReason.OVERLENGTH_MANDATORY_SAMPLE
+            self._drop(group.name, reason, _overlength_message(sample, config))
 
     def _put(self, pack: OpenPack, sample: Sample) -> None:
         pack.put(sample, self.config, self._rng)
-        self._in_a_row[self._name_of(sample)] = 0
+        self._in_a_row[self.name_of(sample)] = 0
 
-    def _lose(self, sample: Sample, pack: OpenPack, *, buffered: bool) -> None:
+    def _set_aside(self, sample: Sample, pack: OpenPack, *, buffered: bool) -> bool:
+        """What becomes of a sample that does not fit. False when the pack has to be yielded for it."""
+        if not buffered and len(self._buffer) < self.config.max_buffer_size:
+            self._buffer.append(sample)
+            self._in_a_row[self.name_of(sample)] = 0
+            return True
         if pack.length == 0:
             # Yielding an empty pack again and again would be the end of it.
             raise DataError(
-                f"a sample of group {self._name_of(sample)} fits into no pack",
+                f"a sample of group {self.name_of(sample)} fits into no pack",
                 got=f"{sample.size} tokens",
                 expected=f"at most {self.config.max_tokens}, the budget of a whole pack",
                 fix="let maxTokensPerSample be at most maxTokens",
             )
+        if self.profile.keeps_what_does_not_fit:
+            self._carried = sample
+            self._top_up(pack)
+            return False
         source = (
             "came from the buffer" if buffered else f"the buffer of {self.config.max_buffer_size} is full"
         )
         message = f"{sample.data_indexes}: {sample.size} tokens do not fit behind {pack.length}, and {source}"
-        self._drops.append(Drop(self._name_of(sample), DropReason.BUFFER_FULL, message))
+        self._drops.append(Drop(self.name_of(sample), DropReason.BUFFER_FULL, message))
+        return False
 
-    def _name_of(self, sample: Sample) -> str:
+    def _top_up(self, pack: OpenPack) -> None:
+        """Put in what fits of the buffer, oldest first: nothing is lost, so what is large has to go somewhere."""
+        waiting, self._buffer = self._buffer, []
+        for sample in waiting:
+            is_short = pack.length < self.config.expected_tokens
+            if is_short and pack.length + sample.size <= self.config.max_tokens:
+                self._put(pack, sample)
+            else:
+                self._buffer.append(sample)
+
+    def name_of(self, sample: Sample) -> str:
         """The group's name; a sample carries its type, which packs report."""
         return self._groups[sample.group_index].name
 
@@ -192,26 +226,23 @@ class PackPlanner:
     def _drop(self, group: str, reason: str, message: str) -> None:
         self._drops.append(Drop(group, reason, message))
         self._in_a_row[group] += 1
-        if self._in_a_row[group] >= self._max_consecutive_drops:
+        if self._in_a_row[group] >= self.max_consecutive_drops:
             raise DataError(
                 f"group {group} gives no sample that can be packed",
                 got=f"{self._in_a_row[group]} rows in a row dropped, the last as {reason}: {message}",
-                expected=f"a usable row within {self._max_consecutive_drops} (drops.maxConsecutive)",
+                expected=f"a usable row within {self.max_consecutive_drops} (drops.maxConsecutive)",
                 fix="mend the data of this group, its budgets, or raise drops.maxConsecutive",
             )
 
     def state_to_json(self, mark: Mark) -> dict[str, Any]:
         """`mark` in JSON types: generators, positions, and references instead of buffered samples."""
-        buffer = [
-            {"group": sample.group_index}
-            | ({"sample": sample_to_json(sample)} if sample.reference is None else {"row": sample.reference})
-            for sample in mark.buffer
-        ]
+        carried = {} if mark.carried is None else {"carried": _to_reference(mark.carried)}
         return {
             "version": STATE_VERSION,
             "packs": mark.packs,
             "rng": mark_to_json(mark.rng),
-            "buffer": buffer,
+            "buffer": [_to_reference(sample) for sample in mark.buffer],
+            **carried,
             "groups": [
                 {"name": group.name, "position": position}
                 for group, position in zip(self._groups, mark.groups, strict=True)
@@ -239,7 +270,8 @@ class PackPlanner:
                 )
             positions = tuple(group["position"] for group in state["groups"])
             buffer = tuple(self._from_reference(entry) for entry in state["buffer"])
-            mark = Mark(mark_from_json(state["rng"]), buffer, positions, int(state["packs"]))
+            carried = self._from_reference(state["carried"]) if "carried" in state else None
+            mark = Mark(mark_from_json(state["rng"]), buffer, positions, int(state["packs"]), carried)
             self.restore(mark)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise SnapshotError(
@@ -256,6 +288,11 @@ class PackPlanner:
             sample = self._groups[index].from_reference(entry["row"])
         sample.group_index = index
         return sample
+
+
+def _to_reference(sample: Sample) -> dict[str, Any]:
+    kept = {"sample": sample_to_json(sample)} if sample.reference is None else {"row": sample.reference}
+    return {"group": sample.group_index, **kept}
 
 
 def cumulative_weights(weights: Sequence[float]) -> list[float]:

@@ -15,17 +15,27 @@ from typing import Any, Literal, Protocol, TypeGuard
 import numpy as np
 
 from bagelplane.engine.drops import DropReason
+from bagelplane.engine.profile import AUTOMODEL, Profile
 from bagelplane.engine.resizing import ResizeRule
 from bagelplane.engine.rng import Draws
 
 ItemKind = Literal["text", "vit_image", "vae_image"]
 
+_JSON_BEGINS = frozenset('{["\ufeff')
 IMAGE_TAG = "<image>"
 VIDEO_TAG = "<video>"
+_NO_IMAGE: tuple[object, ...] = ("", "None", None, [])
 
 
 class UnreadableImage(Exception):
-    """An image is missing, or does not open, or is known not to decode."""
+    """An image is missing, or does not open, or is known not to decode.
+
+    `reason` is the one to count it under, where that is not the reason that the group type has for its images.
+    """
+
+    def __init__(self, message: str, reason: DropReason | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RowDropped(Exception):
@@ -57,15 +67,18 @@ class ImageLedger:
 
     With `check` (the cause why an image does not decode, or None) images are decoded as they are opened: for
     streams that cannot go back and plan again, because a group of the user's own has drawn meanwhile.
+
+    Images of more than `max_pixels` do not open (profile Strict); None: there is no limit.
     """
 
     def __init__(
         self,
         known_bad: dict[str, str] | None = None,
         check: Callable[[EncodedImage], str | None] | None = None,
+        max_pixels: int | None = None,
     ) -> None:
         self.known_bad: dict[str, str] = known_bad if known_bad is not None else {}
-        self._check = check
+        self._check, self._max_pixels = check, max_pixels
         self._opened: dict[str, EncodedImage] = {}
 
     def open(self, image: EncodedImage) -> tuple[int, int]:
@@ -74,6 +87,11 @@ class ImageLedger:
         if cause is not None:
             raise UnreadableImage(f"{image.key}: {cause}")
         size = image.size()
+        if self._max_pixels is not None and size[0] * size[1] > self._max_pixels:
+            limit = f"more than images.maxPixels, {self._max_pixels:,}"
+            raise UnreadableImage(
+                f"{image.key}: {size[0]}x{size[1]} pixels, {limit}", DropReason.IMAGE_TOO_LARGE
+            )
         if self._check is None:
             self._opened[image.key] = image
         elif (cause := self._check(image)) is not None:
@@ -102,6 +120,11 @@ def newest_bad_images(known_bad: dict[str, str], limit_bytes: int = MAX_KNOWN_BA
     return dict(reversed(kept))
 
 
+def known_bad_part(known_bad: dict[str, str] | None) -> dict[str, dict[str, str]]:
+    """What a state says of them; nothing, where plans rest on no image."""
+    return {} if known_bad is None else {"known_bad": newest_bad_images(known_bad)}
+
+
 @dataclass(frozen=True, slots=True)
 class FrameSampler:
     """How many frames of a video are taken: from `min_frames` to `max_frames`, both included."""
@@ -128,6 +151,7 @@ class PlanContext:
     vae: ImageTransform | None
     vit: ImageTransform | None
     frames: FrameSampler = field(default_factory=FrameSampler)
+    profile: Profile = AUTOMODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +226,8 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class TextToImageRow:
     image: EncodedImage
-    captions: str | None
+    captions: Any
+    """JSON text; in profile Strict also a plain text or a list of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +254,23 @@ def plan_text_to_image(row: TextToImageRow, context: PlanContext, draws: Draws) 
     try:
         image = _resized(row.image, context, context.vae)
     except UnreadableImage as error:
-        raise RowDropped(DropReason.T2I_IMAGE_PARSE, str(error)) from None
-    captions = _parse_captions(row.captions)
+        raise RowDropped(error.reason or DropReason.T2I_IMAGE_PARSE, str(error)) from None
+    captions = _captions_of(row.captions, context.profile)
     caption = captions[draws.choice(len(captions))] if captions else " "
     sample.add_text(CONDITION_TEXT, context.encode(caption))
     sample.add_image(TARGET_VAE, image, context.vae.rule.stride)
     return sample
 
 
-def _parse_captions(text: str | None) -> list[str]:
-    if text is None:
+def _captions_of(value: Any, profile: Profile) -> list[str]:
+    if value is None:
         raise RowDropped(DropReason.T2I_CAPTION_PARSE, "captions are null")
-    try:
-        captions = json.loads(text)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RowDropped(DropReason.T2I_CAPTION_PARSE, f"captions are no JSON: {error}") from None
+    is_list = profile.reads_other_shapes and isinstance(value, list)
+    captions = value if is_list else _parse_captions(value, profile)
+    if profile.reads_other_shapes and isinstance(captions, str):
+        captions = [captions]
+    if profile.reads_other_shapes and isinstance(captions, list):
+        captions = dict(enumerate(captions))
     if not isinstance(captions, dict):
         raise RowDropped(
             DropReason.CAPTION_NOT_OBJECT, f"captions are a {type(captions).__name__}, not an object"
@@ -254,6 +281,17 @@ def _parse_captions(text: str | None) -> list[str]:
                 DropReason.CAPTION_NOT_TEXT, f"caption {name!r} is {kind_of(caption)}, not a text"
             )
     return list(captions.values())
+
+
+def _parse_captions(text: Any, profile: Profile) -> Any:
+    """What the JSON text holds. In profile Strict a text that is none, and does not begin like some, is a caption."""
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        is_plain = isinstance(text, str) and text.strip() and text.strip()[0] not in _JSON_BEGINS
+        if profile.reads_other_shapes and is_plain:
+            return text
+        raise RowDropped(DropReason.T2I_CAPTION_PARSE, f"captions are no JSON: {error}") from None
 
 
 def is_text(value: object) -> TypeGuard[str]:
@@ -278,7 +316,8 @@ def plan_edit(row: EditRow, context: PlanContext, draws: Draws) -> Sample:
     # Whatever is wrong with a row's lists shows as one of these when they are indexed, chosen from or encoded;
     # the peer drops the row on any exception, with the draws made so far consumed.
     except (UnreadableImage, IndexError, TypeError, ValueError, AttributeError, KeyError) as error:
-        raise RowDropped(DropReason.PARQUET_ROW_PARSE, f"{type(error).__name__}: {error}") from None
+        reason = error.reason if isinstance(error, UnreadableImage) else None
+        raise RowDropped(reason or DropReason.PARQUET_ROW_PARSE, f"{type(error).__name__}: {error}") from None
 
 
 def _plan_edit_steps(row: EditRow, context: PlanContext, draws: Draws) -> Sample:
@@ -300,6 +339,8 @@ def _plan_edit_steps(row: EditRow, context: PlanContext, draws: Draws) -> Sample
         if instructions is None:
             raise TypeError("instruction_list is null")
         phrasings = instructions[step - 1]
+        if context.profile.reads_other_shapes and isinstance(phrasings, str):
+            phrasings = [phrasings]
         phrasing = phrasings[draws.choice(len(phrasings))]
         if not is_text(phrasing):
             raise TypeError(f"an instruction is {kind_of(phrasing)}")
@@ -348,13 +389,18 @@ def plan_conversation(row: ConversationRow, context: PlanContext, draws: Draws) 
         sources, frame_tags = _conversation_images(data, row, context, draws)
         sizes = [context.images.open(source) for source in sources]
     except UnreadableImage as error:
-        raise RowDropped(DropReason.JSONL_PARSE, str(error)) from None
+        raise RowDropped(error.reason or DropReason.JSONL_PARSE, str(error)) from None
     images = [
         _planned(source, transform.rule.target_size(*size, num_images=len(sources)), transform)
         for source, size in zip(sources, sizes, strict=True)
     ]
     sample = Sample()
     _add_turns(sample, _parse_turns(data), images, frame_tags, context)
+    unplaced = len(images) - len(sample.images)
+    if unplaced and context.profile.images_match_text:
+        raise RowDropped(
+            DropReason.IMAGE_UNREFERENCED, f"the turns place {len(sample.images)} of {len(images)} images"
+        )
     # Images that no turn places count as well: the peer adds them up as it opens them.
     stride = transform.rule.stride
     sample.num_tokens = sum(len(ids) for ids in sample.texts)
@@ -368,13 +414,14 @@ def _conversation_images(
     data: dict[str, Any], row: ConversationRow, context: PlanContext, draws: Draws
 ) -> tuple[list[EncodedImage], int | None]:
     """The row's images in order; for a video its sampled frames and their number."""
-    if "image" in data:
+    has_none = context.profile.reads_other_shapes and data.get("image", "") in _NO_IMAGE
+    if "image" in data and not has_none:
         names = data["image"] if isinstance(data["image"], list) else [data["image"]]
         for name in names:
             if not isinstance(name, str):
                 raise UnreadableImage(f"an image name is {json.dumps(name)[:80]}, not a text")
         return [row.open_image(name) for name in names], None
-    if "video" not in data:
+    if "video" not in data or (context.profile.reads_other_shapes and data["video"] in _NO_IMAGE):
         return [], None
     name = data["video"]
     if not isinstance(name, str):
@@ -458,7 +505,8 @@ def _add_turns(
             for index, piece in enumerate(pieces):
                 if piece.strip():
                     add_text(PLAIN_TEXT, piece.strip())
-                if index < len(pieces) - 1 and index < len(images):
+                is_tag = index < len(pieces) - 1
+                if is_tag and (index < len(images) or context.profile.images_match_text):
                     image = next(unplaced, None)
                     if image is None:
                         raise RowDropped(

@@ -93,7 +93,8 @@ def cards_of_pack(
 ) -> PackCards:
     """The cards of one plan. `groups` are the names of the resource's groups, in its order."""
     drops = Counter((drop.group, str(drop.reason)) for drop in plan.drops)
-    samples = tuple(_cards_of_sample(placed, groups, pixels, decode_text) for placed in plan.pack.placed)
+    shown = [] if plan.pack.is_stand_in else plan.pack.placed
+    samples = tuple(_cards_of_sample(placed, groups, pixels, decode_text) for placed in shown)
     segments = [segment for placed in plan.pack.placed for segment in placed.segments]
     return PackCards(
         number=number,

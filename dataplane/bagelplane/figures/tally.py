@@ -58,17 +58,27 @@ class _Position:
 
 
 class PlanTally:
-    """Adds up plans of one rank. `readers` is the number of its logical workers; plans come from them in turn."""
+    """Adds up plans of one rank. `readers` is the number of its logical workers; plans come from them in turn.
 
-    def __init__(self, config: PackingConfig, groups: Sequence[GroupShare], readers: int = 1) -> None:
-        self.config, self.group_shares = config, list(groups)
+    Plans that are pure rest on no image (profile Strict): only those that a pack emits are decoded.
+    """
+
+    def __init__(
+        self,
+        config: PackingConfig,
+        groups: Sequence[GroupShare],
+        readers: int = 1,
+        *,
+        is_pure: bool = False,
+    ) -> None:
+        self.config, self.group_shares, self._is_pure = config, list(groups), is_pure
         self.groups = [GroupTally() for _ in groups]
         self.lengths: list[int] = []
         self.samples_a_pack: list[int] = []
         self.vae_images: list[int] = []
         self.vit_images: list[int] = []
         self.pixel_bytes: list[int] = []
-        self.opened_pixels = 0
+        self.decoded_pixels = 0
         self.buffered: list[int] = []
         self.offered: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
@@ -84,22 +94,25 @@ class PlanTally:
         reader = self.packs % len(self._positions)
         images: Counter[str] = Counter()
         pixels: dict[tuple[str, int, int], int] = {}
-        for placed in plan.pack.placed:
+        decoded = {} if self._is_pure else dict(plan.opened)
+        for placed in [] if plan.pack.is_stand_in else plan.pack.placed:
             self._add_sample(placed)
             for segment in placed.segments:
                 if segment.image is not None:
                     image = segment.image
                     images[segment.item.kind] += 1
+                    if self._is_pure:
+                        decoded[image.source.key] = image.source
                     key = (image.source.key, image.height, image.width)
                     pixels[key] = 3 * image.height * image.width
         self.lengths.append(plan.pack.length)
-        self.samples_a_pack.append(len(plan.pack.placed))
+        self.samples_a_pack.append(len(plan.pack.data_indexes()))
         self.vae_images.append(images["vae_image"])
         self.vit_images.append(images["vit_image"])
         self.pixel_bytes.append(sum(pixels.values()))
-        for opened in plan.opened.values():
-            width, height = opened.size()
-            self.opened_pixels += width * height
+        for source in decoded.values():
+            width, height = source.size()
+            self.decoded_pixels += width * height
         self.buffered.append(len(plan.after.buffer))
         for drop in plan.drops:
             self.groups[self._numbers[drop.group]].drops[drop.reason] += 1
@@ -148,7 +161,7 @@ class PlanTally:
             "vae_images_a_pack": _spread(self.vae_images),
             "vit_images_a_pack": _spread(self.vit_images),
             "pixel_bytes_a_pack": _spread(self.pixel_bytes),
-            "decoded_megapixels_a_pack": self.opened_pixels / 1e6 / max(1, self.packs),
+            "decoded_megapixels_a_pack": self.decoded_pixels / 1e6 / max(1, self.packs),
             "buffered_samples": _spread(self.buffered),
             "groups": [self._group_json(number) for number in range(len(self.groups))],
             "conditioning": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from bagelplane.engine.profile import AUTOMODEL, Profile
 from bagelplane.engine.samples import FrameSampler, ImageTransform
 
 
@@ -23,6 +24,7 @@ class DatasetConfig:
     images_uri: str = ""
     row_groups: dict[str, int] | None = None
     num_used: int | None = None
+    profile: Profile = AUTOMODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +42,4 @@ class GroupConfig:
     shuffle_lines: bool = False
     shuffle_seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    profile: Profile = AUTOMODEL

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
+from bagelplane.engine.profile import Profile
 from bagelplane.engine.rng import Draws
 from bagelplane.engine.samples import (
     ConversationRow,
@@ -22,7 +23,7 @@ from bagelplane.engine.samples import (
 from bagelplane.errors import DataError
 from bagelplane.images import ImageError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
-from bagelplane.sources.stored_image import StoredImage
+from bagelplane.sources.stored_image import StoredImage, reading_of
 from bagelplane.sources.video_frames import video_frames
 from bagelplane.storage import ObjectMissingError, Storage, UnusableNameError, join_uri
 
@@ -87,7 +88,7 @@ def _conversation_of(line: str) -> dict[str, Any] | None:
 
 def _look_for_images(rows: list[dict[str, Any]], dataset: DatasetConfig, storage: Storage) -> None:
     """DataError when no image or video of the first rows that have some is where it should be."""
-    folder = ImageFolder(storage, dataset.images_uri)
+    folder = ImageFolder(storage, dataset.images_uri, dataset.profile)
     sought: list[str] = []
     for names in [names for row in rows if (names := _names_in(row))][:_ROWS_SOUGHT]:
         for name in names:
@@ -113,10 +114,12 @@ class ConversationReader:
     """One block of one row a unit; `data_indexes` is the row's number."""
 
     def __init__(self, config: GroupConfig, storage: Storage) -> None:
-        self._storage = storage
+        self._storage, self._profile = storage, config.profile
 
     def read_block(self, unit: tuple[str, str], block: int) -> ConversationBlock | None:
-        return None if block > 0 else ConversationBlock(unit[0], ImageFolder(self._storage, unit[1]))
+        if block > 0:
+            return None
+        return ConversationBlock(unit[0], ImageFolder(self._storage, unit[1], self._profile))
 
     def data_indexes(self, unit: int, block: int, row: int) -> int:
         return unit
@@ -141,10 +144,13 @@ class ConversationBlock:
 
 
 class ImageFolder:
-    """Names of a row, joined to the image folder as they are: `../` is followed, as the peer does."""
+    """Names of a row, joined to the image folder as they are: `../` is followed, as the peer does.
 
-    def __init__(self, storage: Storage, uri: str) -> None:
-        self._storage, self._uri = storage, uri
+    In profile Strict a name that leads out of the folder opens nothing.
+    """
+
+    def __init__(self, storage: Storage, uri: str, profile: Profile) -> None:
+        self._storage, self._uri, self._profile = storage, uri, profile
 
     def open_image(self, name: str) -> StoredImage:
         return self._stored(self._join(name))
@@ -181,12 +187,12 @@ class ImageFolder:
 
     def _join(self, name: str) -> str:
         try:
-            return join_uri(self._uri, name)
+            return join_uri(self._uri, name, inside=self._profile.images_match_text)
         except DataError as error:
             raise UnreadableImage(str(error)) from None
 
     def _stored(self, uri: str) -> StoredImage:
-        return StoredImage(uri, lambda: self._read(uri))
+        return StoredImage(uri, lambda: self._read(uri), reading_of(self._profile))
 
     def _read(self, uri: str) -> bytes:
         try:

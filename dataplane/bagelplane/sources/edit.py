@@ -19,11 +19,13 @@ from bagelplane.sources.parquet import (
     ParquetReader,
     check_columns,
     is_bytes,
+    is_image,
     is_list,
     list_parquet,
 )
-from bagelplane.sources.text_to_image import image_of_value
+from bagelplane.sources.stored_image import image_of_value
 from bagelplane.storage import Storage, join_uri
+from bagelplane.storage.uris import show
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,15 @@ _COLUMNS = {
         "a list of encoded images a row (list<binary>)", lambda kind: is_list(kind, is_bytes)
     ),
     "instruction_list": ColumnKind("a list of phrasings for each step (list<list<string>>)", is_list),
+}
+_STRICT_COLUMNS = {
+    "image_list": ColumnKind(
+        "a list of encoded images a row (list<binary>, or of structs with binary `bytes`)",
+        lambda kind: is_list(kind, is_image),
+    ),
+    "instruction_list": ColumnKind(
+        "a list of phrasings, or one phrasing, for each step (list<list<string>> or list<string>)", is_list
+    ),
 }
 
 
@@ -49,7 +60,7 @@ def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> li
 def look(dataset: DatasetConfig, storage: Storage, enough: int) -> int:
     """Looks into the first file; how many units there are, counted to `enough`. Raises DataError."""
     files = list_parquet(storage, dataset.uri)
-    check_columns(storage, files[0], _COLUMNS)
+    check_columns(storage, files[0], _STRICT_COLUMNS if dataset.profile.reads_other_shapes else _COLUMNS)
     reader, counts, count = ParquetReader(storage, list(_COLUMNS)), dataset.row_groups, 0
     for file in repeat_to_count(files, len(files) if dataset.num_used is None else dataset.num_used):
         count += reader.num_row_groups(file) if counts is None else counts.get(file, 0)
@@ -88,10 +99,17 @@ def read_row_group_counts(storage: Storage, uri: str, folder: str) -> dict[str, 
         ) from None
     bases = (folder, uri.rsplit("/", 1)[0])
     by_uri: dict[str, int] = {}
+    unmatched = set(counts)
     for file in list_parquet(storage, folder):
         for path, count in counts.items():
             if file == path or any(file == join_uri(base, path.removeprefix("./")) for base in bases):
                 by_uri[file] = count
+                unmatched.discard(path)
+    if unmatched:
+        named = ", ".join(show(path) for path in sorted(unmatched))
+        log.warning(
+            "%s: %d of %d keys name no file of %s: %s", uri, len(unmatched), len(counts), folder, named
+        )
     return by_uri
 
 
@@ -131,6 +149,7 @@ class EditBlock:
         images = None
         if isinstance(values, list):
             images = [
-                image_of_value(f"{self._name}/{row}/{place}", value) for place, value in enumerate(values)
+                image_of_value(f"{self._name}/{row}/{place}", value, context.profile)
+                for place, value in enumerate(values)
             ]
         return plan_edit(EditRow(images, instructions), context, draws)

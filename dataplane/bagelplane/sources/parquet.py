@@ -75,6 +75,15 @@ def is_list(kind: pa.DataType, holds: Callable[[pa.DataType], bool] = lambda _: 
     return any(check(kind) for check in checks) and holds(kind.value_type)
 
 
+def is_image(kind: pa.DataType) -> bool:
+    """Whether values come out as bytes, or as {bytes, path} like those of Hugging Face."""
+    plain = _plain(kind)
+    if not pa.types.is_struct(plain):
+        return is_bytes(kind)
+    place = plain.get_field_index("bytes")
+    return place >= 0 and is_bytes(plain.field(place).type)
+
+
 def _plain(kind: pa.DataType) -> pa.DataType:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type

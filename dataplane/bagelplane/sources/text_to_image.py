@@ -12,7 +12,6 @@ from bagelplane.engine.samples import (
     RowDropped,
     Sample,
     TextToImageRow,
-    UnreadableImage,
     plan_text_to_image,
 )
 from bagelplane.engine.sharding import repeat_to_count
@@ -23,15 +22,24 @@ from bagelplane.sources.parquet import (
     ParquetReader,
     check_columns,
     is_bytes,
+    is_image,
+    is_list,
     is_text,
     list_parquet,
 )
-from bagelplane.sources.stored_image import StoredImage
+from bagelplane.sources.stored_image import image_of_value
 from bagelplane.storage import Storage
 
 _COLUMNS = {
     "image": ColumnKind("an encoded image a row (binary)", is_bytes),
     "captions": ColumnKind("a JSON object of captions a row, as text (string)", is_text),
+}
+_STRICT_COLUMNS = {
+    "image": ColumnKind("an encoded image a row (binary, or a struct with binary `bytes`)", is_image),
+    "captions": ColumnKind(
+        "the captions of a row (string: JSON or the caption itself; or list<string>)",
+        lambda kind: is_text(kind) or is_list(kind, is_text),
+    ),
 }
 
 
@@ -47,7 +55,7 @@ def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> li
 def look(dataset: DatasetConfig, storage: Storage, _enough: int) -> int:
     """Looks into the first file; how many units there are. Raises DataError for what is no such file."""
     files = list_parquet(storage, dataset.uri)
-    check_columns(storage, files[0], _COLUMNS)
+    check_columns(storage, files[0], _STRICT_COLUMNS if dataset.profile.reads_other_shapes else _COLUMNS)
     return len(files) if dataset.num_used is None else dataset.num_used
 
 
@@ -86,15 +94,5 @@ class TextToImageBlock:
             captions = self._captions[row]
         except ValueError as error:  # a text that is no UTF-8, for one
             raise RowDropped(DropReason.T2I_CAPTION_PARSE, f"{key}: {error}") from None
-        return plan_text_to_image(TextToImageRow(image_of_value(key, value), captions), context, draws)
-
-
-def image_of_value(key: str, value: Any) -> StoredImage:
-    """An image of a Parquet value: encoded bytes; anything else does not open."""
-
-    def load() -> bytes:
-        if not isinstance(value, bytes):
-            raise UnreadableImage(f"{key}: a {type(value).__name__} instead of encoded bytes")
-        return value
-
-    return StoredImage(key, load)
+        image = image_of_value(key, value, context.profile)
+        return plan_text_to_image(TextToImageRow(image, captions), context, draws)
