@@ -27,7 +27,9 @@ MEBIBYTE = 2**20
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 no_module = "bagelplane.native.libresample"
-needs_torch = ("bagelplane.packing", "bagelplane.distributed_iterable", "bagelplane.client.loader")
+needs_torch = (
+    "bagelplane.packing", "bagelplane.distributed_iterable", "bagelplane.client.loader", "bagelplane.client.agreement"
+)
 for package in map(importlib.import_module, sys.argv[1:]):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not module.name.startswith((no_module, *needs_torch)) and not module.name.endswith("__main__"):
