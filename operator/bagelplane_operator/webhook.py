@@ -173,7 +173,6 @@ class WebhookServer:
             raise SpecError(
                 f"cannot listen on port {self._settings.port}: {error.strerror}", fix="choose another --port"
             ) from None
-        self.port = self._runner.addresses[0][1]
         self._watching = asyncio.create_task(self._watch_certificates())
         log.info("serving on port %d, data plane %s", self.port, self._defaults.image)
         return self

@@ -73,7 +73,8 @@ def mount(folder: Path, pair: KeyPair) -> None:
 
 @asynccontextmanager
 async def serving(cert_dir: Path, datasets: Datasets, **settings: Any) -> AsyncIterator[WebhookServer]:
-    settings = {"port": 0, "drain_seconds": 0.0, "certificate_seconds": 0.02} | settings
+    # Not 0: it listens on two families, and each would get a port of its own.
+    settings = {"port": free_port(), "drain_seconds": 0.0, "certificate_seconds": 0.02} | settings
     async with WebhookServer(WebhookSettings(cert_dir, **settings), datasets, DEFAULTS) as server:
         yield server
 
