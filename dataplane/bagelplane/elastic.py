@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bagelplane.engine.drops import Drop, DropLog
-from bagelplane.engine.elastic import SHARDING, ElasticPlace, check_state, newest_states
+from bagelplane.engine.elastic import (
+    SHARDING,
+    STATE_VERSION,
+    ElasticPlace,
+    check_state,
+    newest_states,
+    packs_known,
+)
 from bagelplane.engine.pack import Pack
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.samples import known_bad_part
@@ -24,7 +31,6 @@ from bagelplane.errors import BagelplaneError, SnapshotError
 if TYPE_CHECKING:
     from bagelplane.stream import WorkerStream
 
-STATE_VERSION = 1
 PROGRESS_SECONDS = 5.0
 """How often a stream that catches up says how far it is."""
 
@@ -141,7 +147,7 @@ class ElasticStream:
     def _ready(self, stream: int, behind: int) -> WorkerStream:
         """The stream, open and with exactly `behind` packs behind it."""
         worker = self._open.get(stream) or self._opened(stream)
-        found = self._packs(stream)
+        found = packs_known(self._states, stream)
         if found == behind:
             return worker
         log.info("stream %d: planning forward from its pack %d to %d", stream, found, behind)
@@ -175,14 +181,10 @@ class ElasticStream:
         self._drops[stream], self._open[stream] = drops, worker
         return worker
 
-    def _packs(self, stream: int) -> int:
-        known = self._states.get(str(stream))
-        return int(known["packs"]) if known is not None else 0
-
     def _plan_ahead(self) -> None:
         """While a pack's images decode: plan the next stream's, unless that has to catch up first."""
         (present, _), (stream, behind) = self._due(self.step), self._due(self.step + 1)
-        if stream != present and self._packs(stream) != behind:
+        if stream != present and packs_known(self._states, stream) != behind:
             return
         try:
             worker = self._open.get(stream) or self._opened(stream)

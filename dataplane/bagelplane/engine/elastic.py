@@ -19,6 +19,9 @@ from bagelplane.errors import SnapshotError, SpecError
 SHARDING = "Elastic"
 """What a state under elastic sharding says of itself."""
 
+STATE_VERSION = 1
+"""Of a rank's state: written by its stream, and put together anew by the sidecar at another world size."""
+
 StreamStates = Mapping[str, Mapping[str, Any]]
 """By the stream's number as text (it travels as JSON); each has `packs`, how many of the stream it lies behind."""
 
@@ -43,6 +46,12 @@ def check_world_size(streams: int, world_size: int) -> None:
 def packs_behind(position: int, stream: int, streams: int) -> int:
     """How many packs of one stream lie behind a position: one for each g below it with g % streams == stream."""
     return max(0, (position - stream + streams - 1) // streams)
+
+
+def packs_known(states: StreamStates, stream: int) -> int:
+    """How many packs of a stream its known state lies behind; 0 where none is known."""
+    name = str(stream)
+    return int(states[name]["packs"]) if name in states else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,20 +14,20 @@ from typing import Any, Literal
 
 from bagelplane.engine.elastic import (
     SHARDING,
+    STATE_VERSION,
     ElasticPlace,
     StreamStates,
     check_state,
     check_world_size,
     newest_states,
     packs_behind,
+    packs_known,
 )
 from bagelplane.errors import SnapshotError
 from bagelplane.shm.protocol import Resume
 from bagelplane.sidecar.rank import Progress, StartingPoint
 from bagelplane.sidecar.snapshots import Manifest, SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import in_thread
-
-STATE_VERSION = 1
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,8 @@ class ElasticRun:
         states = newest_states(sources, position, self.streams, place.served())
         known_bad = dict(given.get("known_bad", {})) if given is not None else {}
         if any(
-            _packs(states, stream) < packs_behind(position, stream, self.streams) for stream in place.served()
+            packs_known(states, stream) < packs_behind(position, stream, self.streams)
+            for stream in place.served()
         ):
             manifest = newest or self._nearest(position, world_size)
             if manifest is not None:
@@ -197,7 +198,3 @@ class ElasticRun:
             found.append(state["states"])
             known_bad |= state.get("known_bad", {})
         return found, known_bad
-
-
-def _packs(states: Mapping[str, Any], stream: int) -> int:
-    return int(states[str(stream)]["packs"]) if str(stream) in states else 0
