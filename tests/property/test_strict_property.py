@@ -23,7 +23,7 @@ from bagelplane.engine.packer import PackingConfig
 from bagelplane.engine.planner import PackPlanner
 from bagelplane.engine.profile import AUTOMODEL, STRICT, Profile
 from bagelplane.engine.rng import StreamRandom
-from bagelplane.engine.samples import LEARNT_TEXT, ImageLedger, RowDropped, Sample
+from bagelplane.engine.samples import ImageLedger, Sample
 from bagelplane.engine.sharding import shard_to_rank
 from bagelplane.errors import DataError
 from bagelplane.sources.group import StoredGroup
@@ -31,40 +31,12 @@ from bagelplane.spec import BagelDataset
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
 from tests.golden.recordings import HERE, next_batch
+from tests.numbered_rows import NumberedRows
 from tests.property.hostile_rows import EDIT, T2I, VLM, encoded, write_parquet
 
 pytestmark = pytest.mark.timeout(300)
 
 # --- accounting -----------------------------------------------------------------------------------
-
-
-class Rows:
-    """Rows of `sizes` tokens in turn; those of size 0 are dropped as they are drawn."""
-
-    def __init__(self, name: str, sizes: list[int], *, mandatory: bool, weight: float) -> None:
-        self.name, self.mandatory, self.weight = name, mandatory, weight
-        self._sizes, self.drawn = sizes, 0
-
-    def draw(self, rng: StreamRandom) -> Sample:
-        row, self.drawn = self.drawn, self.drawn + 1
-        size = self._sizes[row % len(self._sizes)]
-        if size == 0:
-            raise RowDropped("unreadable", f"row {row}")
-        sample = Sample(data_indexes=row, reference={"row": row})
-        sample.add_text(LEARNT_TEXT, [7] * max(0, size - 2))
-        return sample
-
-    def mark(self) -> int:
-        return self.drawn
-
-    def restore(self, mark: Any) -> None:
-        self.drawn = mark
-
-    def from_reference(self, reference: Any) -> Sample:
-        here, self.drawn = self.drawn, reference["row"]
-        sample = self.draw(StreamRandom(0))
-        self.drawn = here
-        return sample
 
 
 @st.composite
@@ -92,7 +64,7 @@ def test_every_row_drawn_is_packed_or_waits_or_is_counted(
 ) -> None:
     config, parts = world
     groups = [
-        Rows(f"g{number}", sizes, mandatory=mandatory, weight=weight)
+        NumberedRows(f"g{number}", sizes, mandatory=mandatory, weight=weight)
         for number, (sizes, mandatory, weight) in enumerate(parts)
     ]
     planner = PackPlanner(

@@ -22,7 +22,7 @@ from bagelplane.engine.packer import PackingConfig
 from bagelplane.engine.planner import PackPlanner
 from bagelplane.engine.profile import AUTOMODEL, STRICT, Profile
 from bagelplane.engine.rng import StreamRandom
-from bagelplane.engine.samples import LEARNT_TEXT, ImageLedger, Sample
+from bagelplane.engine.samples import ImageLedger
 from bagelplane.errors import BagelplaneError, DataError
 from bagelplane.spec import BagelDataset
 from bagelplane.spec_memory import largest_pack_bytes
@@ -31,6 +31,7 @@ from bagelplane.stream import open_rank_stream, source_looks
 from bagelplane.topology import Topology
 from tests.golden.broken_images import broken_webp
 from tests.golden.recordings import HERE, next_batch
+from tests.numbered_rows import NumberedRows
 from tests.property.hostile_rows import EDIT, T2I, VLM, encoded, write_parquet
 
 BOTH = (AUTOMODEL, STRICT)
@@ -44,34 +45,7 @@ BUDGETS = {
 }
 
 
-class Numbers:
-    """A group whose samples have `sizes` tokens in turn, start and end token included."""
-
-    weight = 1.0
-
-    def __init__(self, name: str, sizes: list[int], *, mandatory: bool = False) -> None:
-        self.name, self.mandatory, self._sizes, self.drawn = name, mandatory, sizes, 0
-
-    def draw(self, rng: StreamRandom) -> Sample:
-        sample = Sample(data_indexes=self.drawn, reference={"row": self.drawn})
-        sample.add_text(LEARNT_TEXT, [7] * (self._sizes[self.drawn % len(self._sizes)] - 2))
-        self.drawn += 1
-        return sample
-
-    def mark(self) -> int:
-        return self.drawn
-
-    def restore(self, mark: Any) -> None:
-        self.drawn = mark
-
-    def from_reference(self, reference: Any) -> Sample:
-        here, self.drawn = self.drawn, reference["row"]
-        sample = self.draw(StreamRandom(0))
-        self.drawn = here
-        return sample
-
-
-def planned(profile: Profile, groups: list[Numbers], packs: int = 30, **budgets: int) -> Any:
+def planned(profile: Profile, groups: list[NumberedRows], packs: int = 30, **budgets: int) -> Any:
     """Lengths of packs, (group, row) of every sample in them, drop reasons, and the planner."""
     config = replace(
         PackingConfig(
@@ -184,7 +158,7 @@ def unpadded(batch: dict[str, Any]) -> np.ndarray:
 
 def test_what_does_not_fit_beside_a_full_buffer_is_lost_or_opens_the_next_pack() -> None:
     for profile in BOTH:
-        _, samples, drops, planner = planned(profile, [Numbers("a", [30, 45, 55])])
+        _, samples, drops, planner = planned(profile, [NumberedRows("a", [30, 45, 55])])
         drawn = planner.mark().groups[0]
         carried = planner.mark().carried
         if profile is AUTOMODEL:
@@ -197,10 +171,10 @@ def test_what_does_not_fit_beside_a_full_buffer_is_lost_or_opens_the_next_pack()
 
 
 def test_a_carried_sample_survives_the_state() -> None:
-    _, _, _, planner = planned(STRICT, [Numbers("a", [55])], packs=3)
+    _, _, _, planner = planned(STRICT, [NumberedRows("a", [55])], packs=3)
     state = json.loads(json.dumps(planner.state_to_json(planner.mark())))
     assert state["carried"] == {"group": 0, "row": {"row": 3}}
-    _, _, _, other = planned(STRICT, [Numbers("a", [55])], packs=0)
+    _, _, _, other = planned(STRICT, [NumberedRows("a", [55])], packs=0)
     other.state_from_json(state)
     assert other.state_to_json(other.mark()) == state
     assert [placed.sample.data_indexes for placed in other.plan().pack.placed] == [3]
@@ -208,7 +182,7 @@ def test_a_carried_sample_survives_the_state() -> None:
 
 def test_mandatory_samples_overflow_a_pack_or_never() -> None:
     for profile in BOTH:
-        groups = [Numbers(name, [55], mandatory=True) for name in "abc"]
+        groups = [NumberedRows(name, [55], mandatory=True) for name in "abc"]
         lengths, samples, drops, planner = planned(profile, groups, max_buffer_size=4)
         if profile is AUTOMODEL:
             assert max(lengths) > 100
@@ -226,16 +200,16 @@ def test_mandatory_samples_overflow_a_pack_or_never() -> None:
 def test_mandatory_samples_have_to_be_below_the_limit_or_at_most_at_it() -> None:
     for profile in BOTH:
         with contextlib.suppress(DataError):
-            _, _, drops, _ = planned(profile, [Numbers("a", [60], mandatory=True)], packs=4)
+            _, _, drops, _ = planned(profile, [NumberedRows("a", [60], mandatory=True)], packs=4)
             assert profile is STRICT
             assert not drops
     with pytest.raises(DataError, match="overlength_mandatory_sample"):
-        planned(AUTOMODEL, [Numbers("a", [60], mandatory=True)])
+        planned(AUTOMODEL, [NumberedRows("a", [60], mandatory=True)])
     for profile in BOTH:
         with pytest.raises(DataError, match="overlength_mandatory_sample"):
-            planned(profile, [Numbers("a", [61], mandatory=True)])
+            planned(profile, [NumberedRows("a", [61], mandatory=True)])
         with pytest.raises(DataError, match="overlength_sample"):
-            planned(profile, [Numbers("a", [61])])
+            planned(profile, [NumberedRows("a", [61])])
 
 
 def test_room_for_overflowing_mandatory_samples_is_kept_where_they_may(tmp_path: Path) -> None:
@@ -250,7 +224,7 @@ def test_packs_where_nothing_is_lost_are_at_least_as_full(buffer: int) -> None:
     sizes = [draws.randint(5, 60) for _ in range(200)]
     fill, lost = {}, {}
     for profile in BOTH:
-        lengths, _, drops, _ = planned(profile, [Numbers("a", sizes)], packs=400, max_buffer_size=buffer)
+        lengths, _, drops, _ = planned(profile, [NumberedRows("a", sizes)], packs=400, max_buffer_size=buffer)
         fill[profile.name], lost[profile.name] = sum(lengths) / len(lengths), drops.total()
     assert fill["Strict"] >= fill["Automodel"], (fill, lost)
     assert lost["Strict"] == 0
