@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _EVICTION_SIGNALS = ("memory.available", "nodefs.available", "nodefs.inodesFree"
 _PROXY_HEALTH_PORT = 10256
 _DNS_READY_PORT = 8181
 _READY_SECONDS = 90.0  # it takes a few on two free cores
+_SERVICE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,20 @@ class Node:
     def load_image(self, archive: Path) -> None:
         """Loads an archive of images, unless they are there. Raises ClusterError."""
         import_image(self.inside, self.image_store, archive)
+
+    def wait_for_service(self, address: str, port: int) -> None:
+        """Waits until a service's address leads somewhere: kube-proxy hears of a new one a moment later, and until
+        then a pod finds no route. Raises ClusterError.
+        """
+        deadline = time.monotonic() + _SERVICE_SECONDS
+        while True:
+            try:
+                self.inside.run(["bash", "-c", f"exec 3<>/dev/tcp/{address}/{port}"], seconds=_SERVICE_SECONDS)
+                return
+            except ClusterError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
 
     def check(self) -> None:
         """Raises ClusterError if a component has ended."""

@@ -56,3 +56,8 @@ def publish(kubectl: Kubectl, server_address: str, server_port: int) -> None:
             }
         )
     )
+
+
+def service_address(kubectl: Kubectl) -> str:
+    """The address that the cluster gave the service."""
+    return str(kubectl.get_json("service", "s3", namespace=NAMESPACE)["spec"]["clusterIP"])
