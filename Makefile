@@ -7,6 +7,9 @@ MAKEFLAGS += --no-builtin-rules
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
+# One worker has the cluster's tests, in order; the others share the rest, file by file (tests/conftest.py).
+WORKERS ?= $(shell nproc)
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # $(call stage,NAME,COMMAND) runs a command under a headline and says how long it took (SECONDS starts with the shell).
 stage = @printf '\n== %s\n' '$(1)'; $(2); printf '== %s took %s s\n' '$(1)' "$$SECONDS"
@@ -23,11 +26,11 @@ env: .venv/ready ## the environment: .venv, from the pins in constraints/
 # pytest is last, so that its closing line ends the output.
 test: checks images ## everything: environment, checks, all suites
 	@printf '\n== pytest\n'
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 test-quick: checks services ## the same without what is marked cluster or slow: under three minutes
 	@printf '\n== pytest\n'
-	@$(PY) -m pytest -m 'not cluster and not slow' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not cluster and not slow' $(PYTEST_ARGS)
 
 e2e: images ## what needs a cluster, on the one that the tests start
 	@printf '\n== pytest\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +29,24 @@ def same_logging_as_before() -> Iterator[None]:
     for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
         if not isinstance(handler, logging.NullHandler) and type(handler).__module__ == "logging":
             logging.root.removeHandler(handler)
+
+
+_ONE_CLUSTER = {"cluster", "e2e"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For runs on several workers: all that shares the cluster is one worker's, and first, since it takes longest.
+    Of the rest each file stays whole, for the fixtures of its module.
+    """
+    root = Path(__file__).parent
+
+    def suite(item: pytest.Item) -> str:
+        return item.path.relative_to(root).parts[0]
+
+    items.sort(key=lambda item: suite(item) not in _ONE_CLUSTER)
+    for item in items:
+        group = "cluster" if suite(item) in _ONE_CLUSTER else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

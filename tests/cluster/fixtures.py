@@ -4,6 +4,7 @@ our chart in it. A test that fails with one gets the parts' last words into its 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -20,7 +21,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
     def say(text: str) -> None:
         with capture.global_and_fixture_disabled():
-            print(f"\n[cluster] {text}", end="", flush=True)
+            # Not stdout: with several workers that is how they talk to the one that reports.
+            print(f"\n[cluster] {text}", end="", file=sys.stderr, flush=True)
 
     with running_cluster(say) as running:
         yield running
