@@ -58,7 +58,9 @@ class Node:
         deadline = time.monotonic() + _SERVICE_SECONDS
         while True:
             try:
-                self.inside.run(["bash", "-c", f"exec 3<>/dev/tcp/{address}/{port}"], seconds=_SERVICE_SECONDS)
+                self.inside.run(
+                    ["bash", "-c", f"exec 3<>/dev/tcp/{address}/{port}"], seconds=_SERVICE_SECONDS
+                )
                 return
             except ClusterError:
                 if time.monotonic() > deadline:
