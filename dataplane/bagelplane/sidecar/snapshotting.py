@@ -98,6 +98,11 @@ class SnapshotWriter:
         self._task = asyncio.create_task(self._work(), name="snapshots")
 
     @property
+    def uri(self) -> str | None:
+        """Where snapshots are; None when they have no place."""
+        return None if self._store is None else self._store.uri
+
+    @property
     def waiting(self) -> int:
         """States that are not written yet."""
         return len(self._jobs) + (self._current is not None)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bagelplane import jpeg, resampling
 from bagelplane.errors import RingError, SnapshotError, SpecError, StorageError, TransientStorageError
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
 from bagelplane.sidecar.rank import Progress, RankFailedError, RankServer, RankStoppedError, StartingPoint
+from bagelplane.sidecar.report import build_status
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.session import BusyError, Session
 from bagelplane.sidecar.sizing import decode_threads
@@ -476,62 +476,9 @@ class Supervisor:
 
     def status(self) -> dict[str, Any]:
         """What /v1/status and the `status` message say; JSON-able."""
-        health = self.snapshots.health
-        world = self._world_size or 1
-        last = health.last_step
-        return {
-            "version": 1,
-            "dataset": self.dataset.metadata.name,
-            "spec_hash": self.spec_hash,
-            "started_unix_seconds": self.started,
-            "world_size": self._world_size or None,
-            "ready": self.ready,
-            "problem": self._problem,
-            "ranks": [self._rank_status(server) for _, server in sorted(self.servers.items())],
-            "known_bad_images": len(self._known_bad),
-            "resampler": str(resampling.choice()),
-            "jpeg_decoder": str(jpeg.choice()),
-            "snapshots": {
-                "uri": self._store.uri if self._store is not None else None,
-                "last_step": last // world if last is not None and self.streams else last,
-                "last_position": last * world if last is not None and not self.streams else last,
-                "last_unix_seconds": health.last_time,
-                "completed": health.completed,
-                "failed": health.failed,
-                "given_up": health.given_up,
-                "waiting": self.snapshots.waiting,
-                "problem": health.problem,
-            },
-        }
-
-    def _rank_status(self, server: RankServer) -> dict[str, Any]:
-        tally = server.tally
-        budget = self.dataset.spec.budgets.max_tokens
-        return {
-            "rank": server.rank,
-            "local_rank": server.local_rank,
-            "phase": server.phase,
-            "problem": str(server.failure) if server.failure is not None else "",
-            "attached": server.listener is not None,
-            "producer_pid": server.pid or None,
-            "next_step": server.progress.next_step,
-            "position": server.progress.position(),
-            "packs_published": tally.published,
-            "packs_acknowledged": tally.acknowledged,
-            "tokens": tally.tokens,
-            "fill": tally.tokens / (tally.published * budget) if tally.published else None,
-            "images": tally.images,
-            "work_seconds": tally.work_seconds,
-            "ring_wait_seconds": tally.ring_wait_seconds,
-            "trainer_wait_seconds": tally.trainer_wait_seconds,
-            "restarts": tally.restarts,
-            "ring": {
-                "capacity_bytes": server.ring_bytes,
-                "used_bytes": tally.used_bytes,
-                "epoch": server.epoch,
-            },
-            "drops": tally.drops,
-        }
+        return build_status(
+            self, world_size=self._world_size, problem=self._problem, known_bad_images=len(self._known_bad)
+        )
 
 
 def _step_at(resume: Resume, world_size: int) -> int:
