@@ -5,6 +5,7 @@ The sidecar makes its rings by them, the operator the volume that they lie on.
 
 from __future__ import annotations
 
+from bagelplane.errors import SpecError
 from bagelplane.spec import BagelDataset
 
 ARRAY_BYTES_A_TOKEN = 96
@@ -35,3 +36,15 @@ def ring_bytes(dataset: BagelDataset) -> int:
     """Capacity of one rank's ring: `dataplane.ring.size`, else `ring.packs` packs of the largest size."""
     ring = dataset.spec.dataplane.ring
     return ring.size or ring.packs * largest_pack_bytes(dataset)
+
+
+def check_ring(dataset: BagelDataset) -> None:
+    """SpecError when a pack that the budgets allow may not fit into the ring: now, and not when it comes."""
+    size, needed = dataset.spec.dataplane.ring.size, largest_pack_bytes(dataset)
+    if size is not None and size < needed:
+        raise SpecError(
+            "the ring is smaller than the largest pack that spec.budgets allows",
+            got=f"{size} bytes",
+            expected=f"at least {needed} bytes",
+            fix="raise spec.dataplane.ring.size, leave it out and set ring.packs, or lower budgets.maxTokens",
+        )

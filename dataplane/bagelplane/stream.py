@@ -38,6 +38,7 @@ from bagelplane.settings import StreamSettings, dataset_config, open_group, stor
 from bagelplane.sources.registry import STORED_TYPES
 from bagelplane.sources.tokenizer import load_tokenizer
 from bagelplane.spec import BagelDataset, Dataset
+from bagelplane.spec_memory import check_ring
 from bagelplane.storage import Storage
 from bagelplane.topology import Topology
 
@@ -515,6 +516,7 @@ def source_looks(dataset: BagelDataset, world_size: int, storage: Storage) -> It
     `open_rank_stream`, or have every row dropped.
     """
     spec = dataset.spec
+    yield "spec.dataplane.ring.size", partial(check_ring, dataset)
     yield "spec.tokenizer", partial(load_tokenizer, storage, spec.tokenizer)
     elastic = spec.sharding.mode == "Elastic"
     if elastic:

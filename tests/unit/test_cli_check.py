@@ -17,6 +17,7 @@ import pytest
 
 from bagelplane.cli.app import main
 from bagelplane.cli.check import REPORT_BYTES, build_report
+from bagelplane.spec_memory import largest_pack_bytes
 from tests.golden.recordings import load_recording, resource_of
 from tests.integration.sidecar_harness import DEADLINE_SECONDS, wait_for
 from tests.services.s3 import serve_rclone
@@ -55,6 +56,21 @@ def reported(path: Path) -> dict[str, Any]:
     assert set(report) == {"ok", "problems", "groups"}
     assert all(set(problem) == {"what", "got", "expected", "fix"} for problem in report["problems"])
     return report
+
+
+def test_a_ring_that_a_pack_of_the_budgets_may_not_fit_into_is_named_with_both_sizes(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = largest_pack_bytes(resource_of(load_recording("a_default")))
+    for size, fits in ((needed, True), (needed - 1, False)):
+        code, out, err = outcome(
+            capsys, "check", resource_in(tmp_path, data, dataplane={"ring": {"size": size}})
+        )
+        assert (code == 0) == fits, out + err
+    said = " ".join((out + err).split())
+    assert "spec.dataplane.ring.size" in said
+    assert f"{needed - 1} bytes" in said
+    assert f"at least {needed} bytes" in said
 
 
 def test_a_resource_in_order_ends_with_zero_and_says_so(
