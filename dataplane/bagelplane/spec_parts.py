@@ -382,7 +382,15 @@ class Snapshots(SpecModel):
         "Acknowledged steps between two snapshots.", 100, unit="steps", ge=1, le=MAX_INT64
     )
     keep_last: int = field(
-        "Snapshots that are kept; older ones are deleted.", 5, unit="snapshots", ge=1, le=65_536
+        "Newest snapshots that are kept; older ones are deleted.", 5, unit="snapshots", ge=1, le=65_536
+    )
+    keep_every: int | None = field(
+        "Of each stretch of so many steps, from its second on, the first snapshot is kept for ever; none without it.",
+        None,
+        unit="steps",
+        example=10_000,
+        ge=1,
+        le=MAX_INT64,
     )
 
 

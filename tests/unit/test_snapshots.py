@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagelplane.errors import ObjectExistsError, SnapshotError
+from bagelplane.sidecar.retention import Retention
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.storage import FileInfo, Storage, StorageSettings, open_storage
 
@@ -152,9 +153,9 @@ def test_retention_keeps_the_newest_complete_ones_and_clears_what_was_torn_befor
     for step in (10, 20, 30):
         write_all(store, step)
     store.write_rank(40, 0, TWO_RANKS, state_of(40, 0))
-    assert store.prune(2) == [5, 10]
+    assert store.prune(Retention(2)) == [5, 10]
     assert [entry.step for entry in store.entries()] == [20, 30, 40]
-    assert store.prune(1) == [20]
+    assert store.prune(Retention(1)) == [20]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000000030", "step-000000000040"]
 
 
@@ -163,8 +164,24 @@ def test_retention_never_takes_the_only_complete_one_nor_another_runs(tmp_path: 
     store = make_store(tmp_path)
     write_all(store, 10)
     store.write_rank(20, 0, TWO_RANKS, state_of(20, 0))
-    assert store.prune(1) == []
+    assert store.prune(Retention(1)) == []
     assert [entry.condition for entry in store.entries()] == ["unusable", "complete", "incomplete"]
+
+
+def test_of_each_long_stretch_the_first_snapshot_stays_for_ever(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for step in (50, 100, 150, 210, 250, 300, 350):
+        write_all(store, step)
+        store.prune(Retention(1, keep_every=100))
+    # 210 is the first of its stretch; what lies before 100 is soon reached from the start.
+    assert [entry.step for entry in store.entries()] == [100, 210, 300, 350]
+
+
+def test_stretches_are_counted_in_steps_of_the_world_that_wrote(tmp_path: Path) -> None:
+    store = SnapshotStore(open_storage(StorageSettings()), str(tmp_path), "a" * 64, streams=4)
+    for position in (20, 40, 60, 80):
+        write_all(store, position, StreamTopology(2, 0, 4))
+    assert store.prune(Retention(1, keep_every=20)) == [20, 60]
 
 
 # ---- refusals
@@ -290,7 +307,7 @@ def test_a_writer_that_dies_between_objects_leaves_the_snapshot_before_in_force(
         store = SnapshotStore(DyingStorage(inner, lives), str(folder), "a" * 64, dataset="demo")
         try:
             write_all(store, 20, FOUR_RANKS)
-            store.prune(1)
+            store.prune(Retention(1))
             died = False
         except DyingStorage.Died:
             died = True
@@ -304,7 +321,7 @@ def test_a_writer_that_dies_between_objects_leaves_the_snapshot_before_in_force(
         assert died == (lives < 10), "five objects written, five deleted"
         # The next run of the same writer mends it.
         write_all(again, 20, FOUR_RANKS)
-        assert again.prune(1) in ([], [10])
+        assert again.prune(Retention(1)) in ([], [10])
         assert [entry.condition for entry in again.entries()] == ["complete"]
 
 

@@ -6,10 +6,9 @@
     <uri>/known-bad/rank-<5 digits>-<step>.json.zst     images that do not decode, durable before a pack
                                                         planned with them is published
 
-All is JSON; states are compressed with zstd (with its checksum), the manifest names each one's SHA-256 and
-carries one of its own. A state at step n is the state before pack number n: n packs are behind it. It is a
-function of spec, data, rank and topology, so two writers of the same step write the same meaning, and the
-first one wins.
+`snapshot_format` says how each looks. A state at step n is the state before pack number n: n packs
+are behind it. It is a function of spec, data, rank and topology, so two writers of the same step write the same
+meaning, and the first one wins.
 
 With elastic sharding the number is a position, of the whole run, and a rank's object holds the states of its
 streams. All ranks' together hold all streams, so that any world size may read them; `step` below is the position.
@@ -20,28 +19,37 @@ Knows storage by the few calls of `SnapshotStorage`. All calls block; the superv
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-import platform
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import zstandard
-
-from bagelplane.errors import ObjectExistsError, SnapshotError, StorageError
-
-FORMAT_VERSION = 1
-RANK_FORMAT = "bagelplane-rank-state"
-MANIFEST_FORMAT = "bagelplane-snapshot"
-KNOWN_BAD_FORMAT = "bagelplane-known-bad"
-MANIFEST_NAME = "manifest.json"
-MAX_OBJECT_BYTES = 64 * 1024 * 1024
-"""No object of ours is larger, also after decompression; what claims to be is refused."""
+from bagelplane.errors import ObjectExistsError, SnapshotError
+from bagelplane.sidecar.retention import Retention
+from bagelplane.sidecar.snapshot_format import (
+    FORMAT_VERSION,
+    KNOWN_BAD_FORMAT,
+    MANIFEST_NAME,
+    RANK_FORMAT,
+    Manifest,
+    RankFile,
+    SnapshotEntry,
+    StreamTopology,
+    base_name,
+    canonical,
+    check_rank_content,
+    compress,
+    decompress,
+    digest,
+    fix_damaged,
+    fix_topology,
+    library_versions,
+    parse_folders,
+    parse_manifest,
+    rank_name,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,81 +70,6 @@ class SnapshotStorage(Protocol):
     def read_bytes(self, uri: str) -> bytes: ...
     def write_bytes(self, uri: str, data: bytes, *, only_if_absent: bool = False) -> None: ...
     def delete(self, uri: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTopology:
-    """What a stream under Bagel sharding is bound to; under elastic sharding it is the streams alone."""
-
-    world_size: int
-    num_workers: int
-    streams: int = 0
-    """Elastic sharding; 0 is Bagel."""
-
-    def __str__(self) -> str:
-        if self.streams:
-            return f"{self.streams} streams (Elastic), world size {self.world_size}"
-        return f"world size {self.world_size} with {self.num_workers} workers a rank"
-
-    @property
-    def unit(self) -> str:
-        """What the number of a snapshot counts."""
-        return "position" if self.streams else "step"
-
-    def can_continue(self, other: StreamTopology) -> bool:
-        return self.streams == other.streams if self.streams else self == other
-
-
-@dataclass(frozen=True, slots=True)
-class RankFile:
-    name: str
-    sha256: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """A complete snapshot."""
-
-    uri: str
-    """Its folder."""
-    step: int
-    """Number of packs behind it, for every rank; with elastic sharding of all ranks together."""
-    spec_hash: str
-    dataset: str
-    topology: StreamTopology
-    ranks: tuple[RankFile, ...]
-    """By rank."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Its content as written, without the checksum."""
-        return {
-            "format": MANIFEST_FORMAT,
-            "version": FORMAT_VERSION,
-            "step": self.step,
-            "spec_hash": self.spec_hash,
-            "dataset": self.dataset,
-            "world_size": self.topology.world_size,
-            "num_workers": self.topology.num_workers,
-            **({"streams": self.topology.streams} if self.topology.streams else {}),
-            "ranks": [
-                {"name": item.name, "sha256": item.sha256, "size_bytes": item.size_bytes}
-                for item in self.ranks
-            ],
-            "versions": dict(self.versions),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotEntry:
-    """One line of a listing: a complete snapshot, one that cannot be used, or one that was never finished."""
-
-    step: int
-    uri: str
-    condition: Literal["complete", "incomplete", "unusable"]
-    manifest: Manifest | None = None
-    problem: str = ""
 
 
 class SnapshotStore:
@@ -178,7 +111,7 @@ class SnapshotStore:
             "state": state,
         }
         uri = f"{self.step_uri(step)}/{rank_name(rank, topology)}"
-        data = _compress(content)
+        data = compress(content)
         try:
             self._storage.write_bytes(uri, data, only_if_absent=True)
         except ObjectExistsError:
@@ -189,7 +122,9 @@ class SnapshotStore:
 
     def _complete(self, step: int, topology: StreamTopology) -> bool:
         """Writes the manifest if the states of all ranks are there."""
-        names = {_name(item.uri) for item in self._storage.list_files(self.step_uri(step), missing_ok=True)}
+        names = {
+            base_name(item.uri) for item in self._storage.list_files(self.step_uri(step), missing_ok=True)
+        }
         wanted = [rank_name(rank, topology) for rank in range(topology.world_size)]
         if not names.issuperset(wanted):
             return False
@@ -201,7 +136,7 @@ class SnapshotStore:
             self.step_uri(step), step, self.spec_hash, self.dataset, topology, ranks, library_versions()
         )
         body = manifest.as_json()
-        body["sha256"] = _digest(_canonical(body))
+        body["sha256"] = digest(canonical(body))
         try:
             text = json.dumps(body, indent=1).encode()
             self._storage.write_bytes(f"{manifest.uri}/{MANIFEST_NAME}", text, only_if_absent=True)
@@ -215,12 +150,12 @@ class SnapshotStore:
         uri = f"{self.step_uri(step)}/{name}"
         try:
             data = self._storage.read_bytes(uri)
-            content = _decompress(data, uri, RANK_FORMAT)
-            _check_rank_content(content, uri, step, rank, self.spec_hash, topology)
+            content = decompress(data, uri, RANK_FORMAT)
+            check_rank_content(content, uri, step, rank, self.spec_hash, topology)
         except SnapshotError as error:
             log.info("a left-over state is not used: %s", error)
             return None
-        return RankFile(name, _digest(data), len(data))
+        return RankFile(name, digest(data), len(data))
 
     # -- reading
 
@@ -280,7 +215,7 @@ class SnapshotStore:
             raise SnapshotError(
                 f"the snapshot {manifest.uri} has no rank {rank}",
                 got=str(manifest.topology),
-                fix=_fix_topology(manifest.topology),
+                fix=fix_topology(manifest.topology),
             )
         expected = manifest.ranks[rank]
         uri = f"{manifest.uri}/{expected.name}"
@@ -289,18 +224,18 @@ class SnapshotStore:
                 f"the state of rank {rank} is missing from the snapshot of step {manifest.step}",
                 got=f"no object {uri}",
                 expected=f"{expected.size_bytes} bytes that its manifest names",
-                fix=_fix_damaged(manifest.step),
+                fix=fix_damaged(manifest.step),
             )
         data = self._storage.read_bytes(uri)
-        if (len(data), _digest(data)) != (expected.size_bytes, expected.sha256):
+        if (len(data), digest(data)) != (expected.size_bytes, expected.sha256):
             raise SnapshotError(
                 f"the state {uri} is damaged",
-                got=f"{len(data)} bytes, sha256 {_digest(data)[:16]}",
+                got=f"{len(data)} bytes, sha256 {digest(data)[:16]}",
                 expected=f"{expected.size_bytes} bytes, sha256 {expected.sha256[:16]}",
-                fix=_fix_damaged(manifest.step),
+                fix=fix_damaged(manifest.step),
             )
-        content = _decompress(data, uri, RANK_FORMAT)
-        _check_rank_content(content, uri, manifest.step, rank, manifest.spec_hash, manifest.topology)
+        content = decompress(data, uri, RANK_FORMAT)
+        check_rank_content(content, uri, manifest.step, rank, manifest.spec_hash, manifest.topology)
         state: dict[str, Any] = content["state"]
         return state
 
@@ -316,17 +251,9 @@ class SnapshotStore:
 
     # -- retention
 
-    def prune(self, keep_last: int) -> list[int]:
-        """Deletes this run's complete snapshots but the newest `keep_last`, and what was torn before those.
-
-        Never the newest complete one, nothing of another spec. Returns the steps deleted.
-        """
-        entries = self.entries()
-        complete = [entry.step for entry in entries if entry.condition == "complete"]
-        if not complete:
-            return []
-        oldest_kept = complete[-max(1, keep_last) :][0]
-        doomed = [entry for entry in entries if entry.step < oldest_kept and entry.condition != "unusable"]
+    def prune(self, retention: Retention) -> list[int]:
+        """Deletes what `retention` gives up. Returns the steps deleted."""
+        doomed = retention.doomed(self.entries())
         for entry in doomed:
             self._delete(entry)
         return [entry.step for entry in doomed]
@@ -353,18 +280,18 @@ class SnapshotStore:
             "images": dict(images),
         }
         try:
-            self._storage.write_bytes(uri, _compress(content), only_if_absent=True)
+            self._storage.write_bytes(uri, compress(content), only_if_absent=True)
         except ObjectExistsError:
-            before = _decompress(self._storage.read_bytes(uri), uri, KNOWN_BAD_FORMAT)
+            before = decompress(self._storage.read_bytes(uri), uri, KNOWN_BAD_FORMAT)
             if before["spec_hash"] == self.spec_hash:
                 content["images"] = {**before["images"], **images}
-            self._storage.write_bytes(uri, _compress(content))
+            self._storage.write_bytes(uri, compress(content))
 
     def load_known_bad(self) -> dict[str, str]:
         """All bad images that any rank of this run has found so far."""
         known: dict[str, str] = {}
         for item in self._storage.list_files(f"{self.uri}/known-bad", ".json.zst", missing_ok=True):
-            content = _decompress(self._storage.read_bytes(item.uri), item.uri, KNOWN_BAD_FORMAT)
+            content = decompress(self._storage.read_bytes(item.uri), item.uri, KNOWN_BAD_FORMAT)
             if content["spec_hash"] == self.spec_hash:
                 known.update(content["images"])
         return known
@@ -373,7 +300,7 @@ class SnapshotStore:
 
     def _folders(self) -> list[tuple[int, str]]:
         """(number, URI) of each snapshot, complete or not, of either sharding, in order."""
-        return sorted(_parse_folders(self._storage.list_folders(self.uri, missing_ok=True), self.uri))
+        return sorted(parse_folders(self._storage.list_folders(self.uri, missing_ok=True), self.uri))
 
     def _describe_steps(self) -> str:
         steps = [entry.step for entry in self.entries() if entry.condition == "complete"]
@@ -384,7 +311,7 @@ class SnapshotStore:
         uri = f"{folder}/{MANIFEST_NAME}"
         if not self._storage.exists(uri):
             return None
-        return _parse_manifest(self._storage.read_bytes(uri), folder, step)
+        return parse_manifest(self._storage.read_bytes(uri), folder, step)
 
     def _check_owner(self, manifest: Manifest, topology: StreamTopology | None) -> None:
         self._check_spec(manifest)
@@ -393,7 +320,7 @@ class SnapshotStore:
                 f"the snapshot {manifest.uri} was written by another topology",
                 got=str(manifest.topology),
                 expected=str(topology),
-                fix=_fix_topology(manifest.topology),
+                fix=fix_topology(manifest.topology),
             )
 
     def _check_spec(self, manifest: Manifest) -> None:
@@ -413,35 +340,6 @@ class SnapshotStore:
             )
 
 
-def rank_name(rank: int, topology: StreamTopology) -> str:
-    """With elastic sharding worlds of other sizes may write at the same position."""
-    world = f"-of-{topology.world_size:05d}" if topology.streams else ""
-    return f"rank-{rank:05d}{world}.json.zst"
-
-
-def library_versions() -> dict[str, str]:
-    """Of all that can move a bit of the stream."""
-    versions = {"python": platform.python_version()}
-    for name in ("bagelplane", "numpy", "pillow", "pyarrow", "tokenizers"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-    return versions
-
-
-def _parse_folders(uris: Sequence[str], root: str) -> Iterator[tuple[int, str]]:
-    for uri in uris:
-        name = _name(uri)
-        kind, _, digits = name.partition("-")
-        if kind in ("step", "position") and len(digits) == 12 and digits.isdecimal():
-            yield int(digits), f"{root}/{name}"
-
-
-def _name(uri: str) -> str:
-    return uri.rstrip("/").rpartition("/")[2]
-
-
 def _remove_local_folder(uri: str) -> None:
     """Object stores have no folders to be left over; a local disk has."""
     path = uri.removeprefix("file://")
@@ -450,139 +348,4 @@ def _remove_local_folder(uri: str) -> None:
             Path(path).rmdir()
 
 
-def _canonical(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _compress(content: Mapping[str, Any]) -> bytes:
-    packed: bytes = zstandard.ZstdCompressor(level=6, write_checksum=True).compress(_canonical(content))
-    return packed
-
-
-def _decompress(data: bytes, uri: str, wanted_format: str) -> dict[str, Any]:
-    """The JSON in a compressed object of ours. SnapshotError for anything else."""
-    try:
-        parameters = zstandard.get_frame_parameters(data)
-        if parameters.content_size > MAX_OBJECT_BYTES:
-            raise ValueError(f"{parameters.content_size} bytes after decompression")
-        text = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_OBJECT_BYTES)
-        content = json.loads(text)
-    except (zstandard.ZstdError, ValueError, MemoryError, RecursionError) as error:
-        raise SnapshotError(
-            f"the object {uri} is damaged: {error}",
-            got=f"{len(data)} bytes that do not decompress to JSON",
-            fix="resume from another snapshot, or restore the object",
-        ) from None
-    return _check_format(content, uri, wanted_format)
-
-
-def _check_format(content: Any, uri: str, wanted_format: str) -> dict[str, Any]:
-    if not isinstance(content, dict) or content.get("format") != wanted_format:
-        raise SnapshotError(
-            f"the object {uri} is none of ours",
-            got=repr(content.get("format") if isinstance(content, dict) else type(content).__name__),
-            expected=repr(wanted_format),
-            fix="give the run a snapshots.uri of its own",
-        )
-    version = content.get("version")
-    if version != FORMAT_VERSION:
-        raise SnapshotError(
-            f"the object {uri} has another format version",
-            got=f"version {version}",
-            expected=f"version {FORMAT_VERSION}",
-            fix="install the bagelplane release that wrote it, or a newer one",
-        )
-    return content
-
-
-def _check_rank_content(
-    content: Mapping[str, Any], uri: str, step: int, rank: int, spec_hash: str, topology: StreamTopology
-) -> None:
-    names = ("step", "rank", "spec_hash", "world_size", "num_workers")
-    found = {name: content.get(name) for name in names}
-    wanted = dict(zip(names, (step, rank, spec_hash, topology.world_size, topology.num_workers), strict=True))
-    different = [name for name in names if found[name] != wanted[name]]
-    if different:
-        raise SnapshotError(
-            f"the state {uri} belongs elsewhere",
-            got=", ".join(f"{name} {found[name]}" for name in different),
-            expected=", ".join(f"{name} {wanted[name]}" for name in different),
-            fix=_fix_damaged(step),
-        )
-    if not isinstance(content.get("state"), dict):
-        raise SnapshotError(f"the state {uri} has no content", fix=_fix_damaged(step))
-
-
-def _parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
-    uri = f"{folder}/{MANIFEST_NAME}"
-    try:
-        if len(data) > MAX_OBJECT_BYTES:
-            raise ValueError(f"{len(data)} bytes")
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise SnapshotError(
-            f"the manifest {uri} is damaged: {error}",
-            got=f"{len(data)} bytes that are not JSON",
-            fix=_fix_damaged(step),
-        ) from None
-    content = _check_format(content, uri, MANIFEST_FORMAT)
-    claimed = content.pop("sha256", "")
-    actual = _digest(_canonical(content))
-    if claimed != actual:
-        raise SnapshotError(
-            f"the manifest {uri} is damaged",
-            got=f"sha256 {actual[:16]}",
-            expected=f"sha256 {str(claimed)[:16]}",
-            fix=_fix_damaged(step),
-        )
-    try:
-        ranks = tuple(RankFile(item["name"], item["sha256"], item["size_bytes"]) for item in content["ranks"])
-        manifest = Manifest(
-            folder,
-            content["step"],
-            content["spec_hash"],
-            content["dataset"],
-            StreamTopology(content["world_size"], content["num_workers"], content.get("streams", 0)),
-            ranks,
-            content["versions"],
-        )
-    except (KeyError, TypeError) as error:
-        raise SnapshotError(f"the manifest {uri} lacks a field: {error}", fix=_fix_damaged(step)) from None
-    if manifest.step != step or len(ranks) != manifest.topology.world_size:
-        raise SnapshotError(
-            f"the manifest {uri} is not that of its folder",
-            got=f"step {manifest.step}, {len(ranks)} states for {manifest.topology}",
-            expected=f"step {step}",
-            fix=_fix_damaged(step),
-        )
-    return manifest
-
-
-def _fix_damaged(step: int) -> str:
-    return f"restore the objects of step {step}, or delete that folder: the snapshot before it is used then"
-
-
-def _fix_topology(topology: StreamTopology) -> str:
-    return (
-        f"run with {topology}, or start anew with --resume none and another snapshots.uri "
-        "(Bagel sharding is bound to its topology)"
-    )
-
-
-__all__ = [
-    "FORMAT_VERSION",
-    "Manifest",
-    "RankFile",
-    "SnapshotEntry",
-    "SnapshotError",
-    "SnapshotStorage",
-    "SnapshotStore",
-    "StorageError",
-    "StreamTopology",
-    "library_versions",
-    "rank_name",
-]
+__all__ = ["Manifest", "SnapshotEntry", "SnapshotStorage", "SnapshotStore", "StreamTopology"]

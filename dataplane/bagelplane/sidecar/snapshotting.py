@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from bagelplane.errors import BagelplaneError, SnapshotError, TransientStorageError
+from bagelplane.sidecar.retention import Retention
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 
 MAX_WAITING_STEPS = 2
@@ -86,9 +87,9 @@ class SnapshotHealth:
 class SnapshotWriter:
     """The queue of states to be written. Runs until `close`."""
 
-    def __init__(self, store: SnapshotStore | None, keep_last: int) -> None:
+    def __init__(self, store: SnapshotStore | None, retention: Retention) -> None:
         self._store = store
-        self._keep_last = keep_last
+        self._retention = retention
         self._jobs: list[_Job] = []
         self._current: _Job | None = None
         self._wake = asyncio.Event()
@@ -197,7 +198,7 @@ class SnapshotWriter:
         self.health.problem = ""
         if complete:
             self._note_complete(job)
-            await in_thread(lambda: store.prune(self._keep_last))
+            await in_thread(lambda: store.prune(self._retention))
         return store.step_uri(job.step)
 
     def _note_complete(self, job: _Job) -> None:

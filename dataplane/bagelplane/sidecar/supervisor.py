@@ -27,6 +27,7 @@ from bagelplane.sidecar.sizing import decode_threads
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
 from bagelplane.sidecar.status import StatusServer
+from bagelplane.sidecar.store import retention_of
 from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.spec_memory import ring_bytes
 
@@ -108,7 +109,7 @@ class Supervisor:
         self._store, self._known_bad = found.store, found.known_bad
         if self.streams:
             self._elastic = ElasticRun(self.streams, self._store, self.settings.resume)
-        self.snapshots = SnapshotWriter(self._store, self.dataset.spec.snapshots.keep_last)
+        self.snapshots = SnapshotWriter(self._store, retention_of(self.dataset))
         self._listening = await serve_unix(self._serve, self._directory.bind())
         watching = asyncio.create_task(self._watch_directory(), name="run directory")
         status = StatusServer(self, self.settings.status_host, self.settings.status_port)

@@ -1,0 +1,259 @@
+"""How snapshots look in the store: manifests and states as JSON, each under a checksum, and what is refused of them.
+
+All is JSON; states are compressed with zstd (with its checksum), the manifest names each one's SHA-256 and
+carries one of its own. Pure: bytes in, values out; nothing is read or written here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Literal
+
+import zstandard
+
+from bagelplane.errors import SnapshotError
+
+FORMAT_VERSION = 1
+RANK_FORMAT = "bagelplane-rank-state"
+MANIFEST_FORMAT = "bagelplane-snapshot"
+KNOWN_BAD_FORMAT = "bagelplane-known-bad"
+MANIFEST_NAME = "manifest.json"
+MAX_OBJECT_BYTES = 64 * 1024 * 1024
+"""No object of ours is larger, also after decompression; what claims to be is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTopology:
+    """What a stream under Bagel sharding is bound to; under elastic sharding it is the streams alone."""
+
+    world_size: int
+    num_workers: int
+    streams: int = 0
+    """Elastic sharding; 0 is Bagel."""
+
+    def __str__(self) -> str:
+        if self.streams:
+            return f"{self.streams} streams (Elastic), world size {self.world_size}"
+        return f"world size {self.world_size} with {self.num_workers} workers a rank"
+
+    @property
+    def unit(self) -> str:
+        """What the number of a snapshot counts."""
+        return "position" if self.streams else "step"
+
+    def can_continue(self, other: StreamTopology) -> bool:
+        return self.streams == other.streams if self.streams else self == other
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    name: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A complete snapshot."""
+
+    uri: str
+    """Its folder."""
+    step: int
+    """Number of packs behind it, for every rank; with elastic sharding of all ranks together."""
+    spec_hash: str
+    dataset: str
+    topology: StreamTopology
+    ranks: tuple[RankFile, ...]
+    """By rank."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps of its world that are behind it; `step` is a position with elastic sharding."""
+        return self.step // self.topology.world_size if self.topology.streams else self.step
+
+    def as_json(self) -> dict[str, Any]:
+        """Its content as written, without the checksum."""
+        return {
+            "format": MANIFEST_FORMAT,
+            "version": FORMAT_VERSION,
+            "step": self.step,
+            "spec_hash": self.spec_hash,
+            "dataset": self.dataset,
+            "world_size": self.topology.world_size,
+            "num_workers": self.topology.num_workers,
+            **({"streams": self.topology.streams} if self.topology.streams else {}),
+            "ranks": [
+                {"name": item.name, "sha256": item.sha256, "size_bytes": item.size_bytes}
+                for item in self.ranks
+            ],
+            "versions": dict(self.versions),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEntry:
+    """One line of a listing: a complete snapshot, one that cannot be used, or one that was never finished."""
+
+    step: int
+    uri: str
+    condition: Literal["complete", "incomplete", "unusable"]
+    manifest: Manifest | None = None
+    problem: str = ""
+
+
+def rank_name(rank: int, topology: StreamTopology) -> str:
+    """With elastic sharding worlds of other sizes may write at the same position."""
+    world = f"-of-{topology.world_size:05d}" if topology.streams else ""
+    return f"rank-{rank:05d}{world}.json.zst"
+
+
+def parse_folders(uris: Sequence[str], root: str) -> Iterator[tuple[int, str]]:
+    for uri in uris:
+        name = base_name(uri)
+        kind, _, digits = name.partition("-")
+        if kind in ("step", "position") and len(digits) == 12 and digits.isdecimal():
+            yield int(digits), f"{root}/{name}"
+
+
+def base_name(uri: str) -> str:
+    return uri.rstrip("/").rpartition("/")[2]
+
+
+def library_versions() -> dict[str, str]:
+    """Of all that can move a bit of the stream."""
+    versions = {"python": platform.python_version()}
+    for name in ("bagelplane", "numpy", "pillow", "pyarrow", "tokenizers"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions
+
+
+def canonical(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def compress(content: Mapping[str, Any]) -> bytes:
+    packed: bytes = zstandard.ZstdCompressor(level=6, write_checksum=True).compress(canonical(content))
+    return packed
+
+
+def decompress(data: bytes, uri: str, wanted_format: str) -> dict[str, Any]:
+    """The JSON in a compressed object of ours. SnapshotError for anything else."""
+    try:
+        parameters = zstandard.get_frame_parameters(data)
+        if parameters.content_size > MAX_OBJECT_BYTES:
+            raise ValueError(f"{parameters.content_size} bytes after decompression")
+        text = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_OBJECT_BYTES)
+        content = json.loads(text)
+    except (zstandard.ZstdError, ValueError, MemoryError, RecursionError) as error:
+        raise SnapshotError(
+            f"the object {uri} is damaged: {error}",
+            got=f"{len(data)} bytes that do not decompress to JSON",
+            fix="resume from another snapshot, or restore the object",
+        ) from None
+    return _check_format(content, uri, wanted_format)
+
+
+def _check_format(content: Any, uri: str, wanted_format: str) -> dict[str, Any]:
+    if not isinstance(content, dict) or content.get("format") != wanted_format:
+        raise SnapshotError(
+            f"the object {uri} is none of ours",
+            got=repr(content.get("format") if isinstance(content, dict) else type(content).__name__),
+            expected=repr(wanted_format),
+            fix="give the run a snapshots.uri of its own",
+        )
+    version = content.get("version")
+    if version != FORMAT_VERSION:
+        raise SnapshotError(
+            f"the object {uri} has another format version",
+            got=f"version {version}",
+            expected=f"version {FORMAT_VERSION}",
+            fix="install the bagelplane release that wrote it, or a newer one",
+        )
+    return content
+
+
+def check_rank_content(
+    content: Mapping[str, Any], uri: str, step: int, rank: int, spec_hash: str, topology: StreamTopology
+) -> None:
+    names = ("step", "rank", "spec_hash", "world_size", "num_workers")
+    found = {name: content.get(name) for name in names}
+    wanted = dict(zip(names, (step, rank, spec_hash, topology.world_size, topology.num_workers), strict=True))
+    different = [name for name in names if found[name] != wanted[name]]
+    if different:
+        raise SnapshotError(
+            f"the state {uri} belongs elsewhere",
+            got=", ".join(f"{name} {found[name]}" for name in different),
+            expected=", ".join(f"{name} {wanted[name]}" for name in different),
+            fix=fix_damaged(step),
+        )
+    if not isinstance(content.get("state"), dict):
+        raise SnapshotError(f"the state {uri} has no content", fix=fix_damaged(step))
+
+
+def parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
+    uri = f"{folder}/{MANIFEST_NAME}"
+    try:
+        if len(data) > MAX_OBJECT_BYTES:
+            raise ValueError(f"{len(data)} bytes")
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(
+            f"the manifest {uri} is damaged: {error}",
+            got=f"{len(data)} bytes that are not JSON",
+            fix=fix_damaged(step),
+        ) from None
+    content = _check_format(content, uri, MANIFEST_FORMAT)
+    claimed = content.pop("sha256", "")
+    actual = digest(canonical(content))
+    if claimed != actual:
+        raise SnapshotError(
+            f"the manifest {uri} is damaged",
+            got=f"sha256 {actual[:16]}",
+            expected=f"sha256 {str(claimed)[:16]}",
+            fix=fix_damaged(step),
+        )
+    try:
+        ranks = tuple(RankFile(item["name"], item["sha256"], item["size_bytes"]) for item in content["ranks"])
+        manifest = Manifest(
+            folder,
+            content["step"],
+            content["spec_hash"],
+            content["dataset"],
+            StreamTopology(content["world_size"], content["num_workers"], content.get("streams", 0)),
+            ranks,
+            content["versions"],
+        )
+    except (KeyError, TypeError) as error:
+        raise SnapshotError(f"the manifest {uri} lacks a field: {error}", fix=fix_damaged(step)) from None
+    if manifest.step != step or len(ranks) != manifest.topology.world_size:
+        raise SnapshotError(
+            f"the manifest {uri} is not that of its folder",
+            got=f"step {manifest.step}, {len(ranks)} states for {manifest.topology}",
+            expected=f"step {step}",
+            fix=fix_damaged(step),
+        )
+    return manifest
+
+
+def fix_damaged(step: int) -> str:
+    return f"restore the objects of step {step}, or delete that folder: the snapshot before it is used then"
+
+
+def fix_topology(topology: StreamTopology) -> str:
+    return (
+        f"run with {topology}, or start anew with --resume none and another snapshots.uri "
+        "(Bagel sharding is bound to its topology)"
+    )
