@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-builtin-rules
-.PHONY: help env test test-quick e2e cluster checks services tools images lint format docs bench demo verify pins clean
+.PHONY: help env test test-quick e2e cluster checks services tools images lint format docs bench soak demo verify pins clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -68,6 +68,12 @@ docs: .venv/ready ## the documentation, into site/
 bench: .venv/ready ## the benchmark beside the peer (tests/benchmarks/README.md)
 	@$(PY) tests/benchmarks/run.py
 
+soak: .venv/ready ## 400 rounds of kills, 200,000 packs, a million damaged inputs: about an hour (tests/soak)
+	$(call stage,kills with two ranks,$(PY) -m tests.soak.kills --ranks 2 --rounds 200)
+	$(call stage,kills with eight ranks,$(PY) -m tests.soak.kills --ranks 8 --rounds 200)
+	$(call stage,memory,$(PY) -m tests.soak.memory --packs 200000 --chart soak-out/memory.png)
+	$(call stage,fuzzing,$(PY) -m tests.soak.fuzz --inputs 1000000)
+
 demo: .venv/ready ## data over S3 into two trainers, a kill, a resume, the same bits
 	@.venv/bin/bagelplane demo
 
@@ -90,6 +96,6 @@ pins: .venv/ready ## constraints/*.txt anew from pyproject.toml (UPGRADE=1: newe
 		echo 'pins: the lines above name a download address. Fix: remove the setting that puts them there' >&2; exit 1; fi
 
 clean: ## remove environments and all that was built
-	@rm -rf .venv .venv-* build dist site .cache demo-out bench-out dataplane/bagelplane/native/*.so \
+	@rm -rf .venv .venv-* build dist site .cache demo-out bench-out soak-out dataplane/bagelplane/native/*.so \
 		.pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

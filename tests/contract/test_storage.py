@@ -305,11 +305,28 @@ class TestLocalFolder(AtomicCreateClaims, StorageClaims):
     def test_without_hard_links_one_writer_wins_too(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(*args: object) -> None:
+        def refuse(*args: object, **options: object) -> None:
             raise OSError(1, "Operation not permitted")
 
         monkeypatch.setattr(os, "link", refuse)
         self.test_a_conditional_write_keeps_what_is_there(place)
+
+    def test_without_nameless_files_one_writer_wins_too(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as old kernels read it: EISDIR
+        self.test_a_conditional_write_keeps_what_is_there(place)
+        assert [entry.name for entry in Path(place.base).iterdir() if entry.name.startswith(".")] == []
+
+    def test_what_is_being_written_has_no_name_that_a_killed_writer_could_leave(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        place.put("before")
+        folder, seen = Path(place.base), set()
+        monkeypatch.setattr(os, "fsync", lambda _: seen.update(path.name for path in folder.iterdir()))
+        place.put("first")
+        place.storage.write_bytes(place.base + "second", b"x", only_if_absent=True)
+        assert seen == {"before", "first", "second"}  # the folder itself is synced, too
 
     def test_links_are_followed_and_broken_ones_left_out(self, place: Place) -> None:
         place.put("real")

@@ -8,9 +8,12 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,11 +110,27 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_
         time.sleep(0.01)
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def fetch(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
 class Process:
     """A child process with its output in a file; killed at the end of the test whatever happens."""
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self.log = log
+        self._log_begins = log.stat().st_size if log.exists() else 0
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
@@ -159,12 +178,27 @@ class Sidecar(Process):
             json.dumps(chosen),
         )
 
-    def wait_serving(self) -> None:
+    def wait_serving(self, seconds: float = DEADLINE_SECONDS) -> None:
         def look() -> bool:
             assert self.popen.poll() is None, self.tail()
-            return (self.directory / "sidecar.sock").is_socket() and "serving" in self.log.read_text()
+            return (self.directory / "sidecar.sock").is_socket() and "serving" in self._own_log()
 
-        wait_for(look, "the sidecar's socket")
+        wait_for(look, "the sidecar's socket", seconds)
+
+    def _own_log(self) -> str:
+        """Without what those before it wrote into the same file."""
+        with self.log.open() as file:
+            file.seek(self._log_begins)
+            return file.read()
+
+    def children(self) -> list[int]:
+        """Process ids of the producers that live."""
+        try:
+            return [
+                int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            ]
+        except OSError:
+            return []
 
     def terminate(self, seconds: float = DEADLINE_SECONDS) -> int:
         self.popen.send_signal(signal.SIGTERM)
@@ -178,7 +212,16 @@ class Sidecar(Process):
 class Trainer(Process):
     """Takes packs until it has `steps`, one line each in its record; a new one continues the record."""
 
-    def __init__(self, folder: Path, directory: Path, rank: int, world_size: int, steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        directory: Path,
+        rank: int,
+        world_size: int,
+        steps: int,
+        *,
+        timeout_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
         self.record = folder / f"trainer-{rank}.txt"
         super().__init__(
             folder / f"trainer-{rank}.log",
@@ -186,7 +229,7 @@ class Trainer(Process):
             "trainer",
             str(directory),
             str(self.record),
-            *map(str, (rank, world_size, steps)),
+            *map(str, (rank, world_size, steps, timeout_seconds)),
         )
 
 
@@ -215,6 +258,16 @@ def processes_of(directory: Path) -> list[int]:
     return found
 
 
+def leftovers(directory: Path, snapshots: Path | None = None) -> list[str]:
+    """What a sidecar that ended left of itself: files, sockets, processes, half-written snapshots."""
+    found = [str(path) for path in directory.iterdir()] if directory.exists() else []
+    found += [line for line in Path("/proc/net/unix").read_text().splitlines() if str(directory) in line]
+    found += [f"process {pid}" for pid in processes_of(directory)]
+    if snapshots is not None:
+        found += [str(path) for path in snapshots.rglob(".*")]
+    return found
+
+
 def _run_sidecar(resource: str, settings: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     chosen = json.loads(settings)
@@ -227,16 +280,20 @@ def _run_sidecar(resource: str, settings: str) -> int:
         return error.exit_code
 
 
-def _run_trainer(directory: str, record: str, rank: str, world_size: str, steps: str) -> int:
+def _run_trainer(
+    directory: str, record: str, rank: str, world_size: str, steps: str, timeout_seconds: str
+) -> int:
     path = Path(record)
     digests = recorded(path)
-    path.write_text("".join(f"{line}\n" for line in digests))
+    if path.exists():
+        # Cut, not written anew: a kill in between would lose what was taken.
+        os.truncate(path, sum(len(line) + 1 for line in digests))
     reader = NumpyReader(
         directory,
         rank=int(rank),
         local_rank=int(rank),
         world_size=int(world_size),
-        timeout_seconds=DEADLINE_SECONDS,
+        timeout_seconds=float(timeout_seconds),
     )
     if digests:
         reader.resume(step=len(digests))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -13,8 +12,6 @@ import stat
 import struct
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -43,12 +40,12 @@ from bagelplane.storage import StorageSettings, open_storage
 from tests.integration.sidecar_harness import (
     DEADLINE_SECONDS,
     Sidecar,
-    Trainer,
     as_another_user,
     digest,
+    fetch,
+    free_port,
     make_dataset,
     processes_of,
-    recorded,
     undisturbed,
     wait_for,
 )
@@ -80,21 +77,6 @@ def take(reader: NumpyReader, count: int) -> list[str]:
 def store_of(dataset: BagelDataset) -> SnapshotStore:
     assert dataset.spec.snapshots.uri is not None
     return SnapshotStore(open_storage(StorageSettings()), dataset.spec.snapshots.uri, spec_hash(dataset))
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def fetch(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
 
 
 class RawClient:
@@ -627,14 +609,6 @@ def test_status_and_metrics_say_what_happens(start: Start) -> None:
 # ---- deaths
 
 
-def producer_pids(sidecar: Sidecar) -> list[int]:
-    path = Path(f"/proc/{sidecar.pid}/task/{sidecar.pid}/children")
-    try:
-        return [int(pid) for pid in path.read_text().split()]
-    except OSError:
-        return []
-
-
 def kill_process(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it was ending anyway
         os.kill(pid, signal.SIGKILL)
@@ -695,48 +669,3 @@ def test_producers_die_with_their_supervisor(start: Start) -> None:
         pid = reader.status()["ranks"][0]["producer_pid"]
         sidecar.kill()
         wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the producer's end")
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_leave_the_streams_as_they_are(start: Start, tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    draws = random.Random(seed)
-    rounds, steps, world_size = 20, 4000, 2
-    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=50, pack_seconds="0.004")
-    sidecar = start(dataset)
-    trainers = [Trainer(tmp_path, sidecar.directory, rank, world_size, steps) for rank in range(world_size)]
-    counts = {"producer": 0, "supervisor": 0, "trainer": 0}
-    try:
-        for _ in range(rounds):
-            before = [len(recorded(trainer.record)) for trainer in trainers]
-            time.sleep(draws.uniform(0.0, 0.6))  # the random moment itself, not a wait for anything
-            victim = draws.choice(list(counts))
-            counts[victim] += 1
-            if victim == "producer":
-                for pid in producer_pids(sidecar)[:1]:
-                    kill_process(pid)
-            elif victim == "supervisor":
-                sidecar.kill()
-                sidecar = start(dataset)
-            else:
-                rank = draws.randrange(world_size)
-                trainers[rank].kill()
-                trainers[rank] = Trainer(tmp_path, sidecar.directory, rank, world_size, steps)
-            if draws.random() < 0.5:  # else the next blow falls before this one is mended
-                for trainer, count in zip(trainers, before, strict=True):
-                    progress = f"rank {trainer.record.name} to go on after {count} ({victim}, seed {seed})"
-                    wait_for(
-                        lambda trainer=trainer, count=count: len(recorded(trainer.record)) > count, progress
-                    )
-        lengths = [len(recorded(trainer.record)) for trainer in trainers]
-        for trainer in trainers:
-            assert trainer.popen.poll() is None, f"{trainer.tail()}\n{sidecar.tail()}\nseed {seed}"
-    finally:
-        for trainer in trainers:
-            trainer.kill()
-    for rank, trainer in enumerate(trainers):
-        digests = recorded(trainer.record)
-        assert digests == undisturbed(dataset, rank, world_size, len(digests)), f"seed {seed}, {counts}"
-    print(f"\n{rounds} rounds {counts}, {lengths} steps checked, seed {seed}")
-    assert sidecar.terminate() == 0, sidecar.tail()
-    assert not sidecar.directory.exists() or not list(sidecar.directory.iterdir())

@@ -16,7 +16,8 @@ from bagelplane.storage.faults import UnusableNameError
 from bagelplane.storage.uris import Location, show
 
 _TEMPORARY_PREFIX = ".bagelplane-writing-"
-# What file systems without hard links say.
+# What file systems say that make no file without a name, and those without hard links.
+_NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -67,22 +68,23 @@ class LocalFiles:
         return open(location.key, "rb")  # noqa: PTH123 (as above: a slash at the end names no file)
 
     def write(self, location: Location, data: bytes | memoryview) -> None:
-        with _written_beside(Path(location.key), data) as temporary:
-            temporary.replace(location.key)
+        target = Path(location.key)
+        with _written_beside(target, data) as written:
+            written.rename(target)
 
     def create(self, location: Location, data: bytes | memoryview) -> None:
         target = Path(location.key)
-        with _written_beside(target, data) as temporary:
+        with _written_beside(target, data) as written:
             try:
                 # A link is made or refused in one step, however many try at once; a rename would overwrite.
-                os.link(temporary, target)
+                written.link(target)
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
                 # Second best: an empty file claims the name, so that one writer wins; a reader may see it
                 # empty.
                 os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-                temporary.replace(target)
+                written.rename(target)
 
     def delete(self, location: Location) -> None:
         Path(location.key).unlink(missing_ok=True)
@@ -113,27 +115,80 @@ def _describe(uri: str, status: os.stat_result) -> FileInfo:
     return FileInfo(uri, status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
-@contextmanager
-def _written_beside(target: Path, data: bytes | memoryview) -> Iterator[Path]:
-    """A durable file with this content in the target's folder, to be moved or linked; removed if it still
-    exists.
+class _Written:
+    """A durable file that is not yet where it belongs.
+
+    Without a name, where the file system can do that: nothing is left then of a process that is killed while it
+    writes, while temporary files of killed writers gather and keep their folder from being removed.
     """
+
+    def __init__(self, folder: Path, data: bytes | memoryview) -> None:
+        self._temporary = folder / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        self._data = data
+        self._named = False
+        try:
+            self._fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS:
+                raise
+            self._make_named()
+        else:
+            self._fill()
+
+    def _make_named(self) -> None:
+        self._fd = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        self._named = True
+        self._fill()
+
+    def _fill(self) -> None:
+        try:
+            with open(self._fd, "wb", closefd=False) as file:
+                file.write(self._data)
+            os.fsync(self._fd)
+        except BaseException:
+            self.close()
+            raise
+
+    def link(self, target: Path) -> None:
+        if self._named:
+            os.link(self._temporary, target)
+        else:
+            # With a src_dir_fd, which an absolute path ignores, os.link follows the symbolic link; without, not.
+            os.link(f"/proc/self/fd/{self._fd}", target, src_dir_fd=self._fd, follow_symlinks=True)
+
+    def rename(self, target: Path) -> None:
+        if not self._named:
+            try:
+                self.link(self._temporary)
+                self._named = True
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                os.close(self._fd)
+                self._make_named()
+        self._temporary.replace(target)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._named:
+            with suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _written_beside(target: Path, data: bytes | memoryview) -> Iterator[_Written]:
+    """A durable file with this content in the target's folder, to be linked or renamed to its name."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         # It is the folder's name that is taken, not the file's.
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target)) from None
-    temporary = target.parent / f"{_TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    written = _Written(target.parent, data)
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
+        yield written
         _sync_folder(target.parent)
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        written.close()
 
 
 def _sync_folder(folder: Path) -> None:
