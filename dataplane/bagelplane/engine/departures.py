@@ -37,7 +37,9 @@ def without_bad_images(
             left.length = moved.end
             continue
         reason, cause = bad[key]
-        drops.append(Drop(name_of(placed.sample), reason, f"{placed.sample.data_indexes}: {key}: {cause}"))
+        sample = placed.sample
+        message = f"{sample.data_indexes}: {key}: {cause}"
+        drops.append(Drop(name_of(sample), reason, message, sample.place))
     if not left.placed:
         left.placed.append(_empty_text())
         left.length = left.placed[0].end

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
+from bagelplane.engine.rows import RowPlace
+
 
 class DropReason(StrEnum):
     """A reason under which a drawn row is counted instead of packed. `description` is shown to users."""
@@ -76,6 +78,7 @@ class Drop:
     group: str
     reason: str
     message: str
+    place: RowPlace | None = None
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from bagelplane.engine.packer import OpenPack, PackingConfig
 from bagelplane.engine.profile import Profile
 from bagelplane.engine.raw_samples import sample_from_json, sample_to_json
 from bagelplane.engine.rng import StreamRandom, mark_from_json, mark_to_json
+from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import EncodedImage, ImageLedger, RowDropped, Sample
 from bagelplane.errors import DataError, SnapshotError
 
@@ -124,9 +125,8 @@ class PackPlanner:
         buffered = pack.length < config.prefer_buffer_before and bool(self._buffer)
         sample = self._buffer.pop(0) if buffered else self._draw(self._choose_group())
         if not self.profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=False):
-            self._drop(
-                self.name_of(sample), DropReason.OVERLENGTH_SAMPLE, _overlength_message(sample, config)
-            )
+            message = _overlength_message(sample, config)
+            self._drop(self.name_of(sample), DropReason.OVERLENGTH_SAMPLE, message, sample.place)
             return False
         if pack.length + sample.size > config.max_tokens:
             return not self._set_aside(sample, pack, buffered=buffered)
@@ -160,7 +160,7 @@ class PackPlanner:
             if self.profile.fits_sample_budget(sample.size, config.max_tokens_per_sample, mandatory=True):
                 return sample
             reason = DropReason.OVERLENGTH_MANDATORY_SAMPLE
-            self._drop(group.name, reason, _overlength_message(sample, config))
+            self._drop(group.name, reason, _overlength_message(sample, config), sample.place)
 
     def _put(self, pack: OpenPack, sample: Sample) -> None:
         pack.put(sample, self.config, self._rng)
@@ -188,7 +188,7 @@ class PackPlanner:
             "came from the buffer" if buffered else f"the buffer of {self.config.max_buffer_size} is full"
         )
         message = f"{sample.data_indexes}: {sample.size} tokens do not fit behind {pack.length}, and {source}"
-        self._drops.append(Drop(self.name_of(sample), DropReason.BUFFER_FULL, message))
+        self._drops.append(Drop(self.name_of(sample), DropReason.BUFFER_FULL, message, sample.place))
         return False
 
     def _top_up(self, pack: OpenPack) -> None:
@@ -218,13 +218,13 @@ class PackPlanner:
             try:
                 sample = group.draw(self._rng)
             except RowDropped as dropped:
-                self._drop(group.name, dropped.reason, dropped.message)
+                self._drop(group.name, dropped.reason, dropped.message, dropped.place)
                 continue
             sample.group_index = index
             return sample
 
-    def _drop(self, group: str, reason: str, message: str) -> None:
-        self._drops.append(Drop(group, reason, message))
+    def _drop(self, group: str, reason: str, message: str, place: RowPlace | None) -> None:
+        self._drops.append(Drop(group, reason, message, place))
         self._in_a_row[group] += 1
         if self._in_a_row[group] >= self.max_consecutive_drops:
             raise DataError(

@@ -18,6 +18,7 @@ from bagelplane.engine.drops import DropReason
 from bagelplane.engine.profile import AUTOMODEL, Profile
 from bagelplane.engine.resizing import ResizeRule
 from bagelplane.engine.rng import Draws
+from bagelplane.engine.rows import RowPlace
 
 ItemKind = Literal["text", "vit_image", "vae_image"]
 
@@ -41,9 +42,9 @@ class UnreadableImage(Exception):
 class RowDropped(Exception):
     """A row that is not trained on. `reason` is a DropReason or a text of the user's own group type."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, place: RowPlace | None = None) -> None:
         super().__init__(reason, message)
-        self.reason, self.message = reason, message
+        self.reason, self.message, self.place = reason, message, place
 
 
 class EncodedImage(Protocol):
@@ -193,7 +194,8 @@ class Sample:
     """A row as planned. `num_tokens` counts ids and image tokens, without start and end tokens.
 
     `reference` replays the row (group position and outcomes of its draws); None for samples that bring pixels.
-    `entry` is the yielded entry of `batch_data_indexes` where the sample brought one.
+    `entry` is the yielded entry of `batch_data_indexes` where the sample brought one. `place` is where the row is
+    stored; None where that is not known.
     """
 
     items: list[PlanItem] = field(default_factory=list)
@@ -206,6 +208,7 @@ class Sample:
     worker_id: int = 0
     reference: dict[str, Any] | None = None
     entry: Any = None
+    place: RowPlace | None = None
 
     @property
     def size(self) -> int:

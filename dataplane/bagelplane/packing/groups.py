@@ -38,7 +38,9 @@ class StoredGroupDataset(DistributedIterableDataset):
         self.set_epoch()
 
     def get_data_paths(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return STORED_TYPES[self.config.type].list_units(self.config, self._storage, self.rng)
+        units = STORED_TYPES[self.config.type].list_units(self.config, self._storage, self.rng)
+        # `data_paths` is public in practice: files, or pairs.
+        return [unit if isinstance(unit, str) else unit[:2] for unit in units]
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(

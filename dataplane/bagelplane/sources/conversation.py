@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from bagelplane.engine.profile import Profile
 from bagelplane.engine.rng import Draws
+from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import (
     ConversationRow,
     EncodedImage,
@@ -31,11 +32,15 @@ from bagelplane.storage import ObjectMissingError, Storage, UnusableNameError, j
 _NO_FILE = (ObjectMissingError, UnusableNameError)
 _ROWS_LOOKED_AT, _ROWS_SOUGHT, _NAMES_SOUGHT = 100, 3, 8
 _CHUNK_BYTES, _LONGEST_LINE_BYTES = 1024 * 1024, 8 * 1024 * 1024
+Unit = tuple[str, str] | tuple[str, str, str, int]
+"""A line and its image folder, as the documented classes have it; and where the line stands."""
+
 _FRAME_NUMBER = re.compile(r"_(\d+)\.jpg$")
 
 
 def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> list[Any]:
-    """(line, image folder) pairs, blank lines included; lines are shuffled when asked, then cut to `num_used`."""
+    """(line, image folder, file, number of the line), blank lines included; shuffled when asked, then cut to
+    `num_used`."""
     units: list[Any] = []
     for dataset in config.datasets:
         # Text mode folds line ends, as the peer's file object does. Bytes that are no UTF-8 survive as
@@ -43,11 +48,12 @@ def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> lis
         text = io.TextIOWrapper(
             io.BytesIO(storage.read_bytes(dataset.jsonl_uri)), encoding="utf-8", errors="surrogateescape"
         )
-        lines = text.readlines()
+        lines = list(enumerate(text.readlines()))
         if config.shuffle_lines:
             rng.seed(config.shuffle_seed)
             rng.shuffle(lines)
-        units += [(line, dataset.images_uri) for line in lines[: dataset.num_used]]
+        folder, file = dataset.images_uri, dataset.jsonl_uri
+        units += [(line, folder, file, number) for number, line in lines[: dataset.num_used]]
     return units
 
 
@@ -116,7 +122,7 @@ class ConversationReader:
     def __init__(self, config: GroupConfig, storage: Storage) -> None:
         self._storage, self._profile = storage, config.profile
 
-    def read_block(self, unit: tuple[str, str], block: int) -> ConversationBlock | None:
+    def read_block(self, unit: Unit, block: int) -> ConversationBlock | None:
         if block > 0:
             return None
         return ConversationBlock(unit[0], ImageFolder(self._storage, unit[1], self._profile))
@@ -124,7 +130,10 @@ class ConversationReader:
     def data_indexes(self, unit: int, block: int, row: int) -> int:
         return unit
 
-    def describe(self, unit: tuple[str, str], block: int, row: int) -> str:
+    def locate(self, unit: Unit, block: int, row: int) -> RowPlace | None:
+        return RowPlace(unit[2], None, unit[3]) if len(unit) == 4 else None
+
+    def describe(self, unit: Unit, block: int, row: int) -> str:
         # Lines are shuffled and have no number any more; their beginning can be searched for.
         return f"the line {unit[0][:80]!a}"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from bagelplane.engine.drops import DropReason
 from bagelplane.engine.rng import Draws
+from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import EditRow, PlanContext, RowDropped, Sample, plan_edit
 from bagelplane.engine.sharding import repeat_to_count
 from bagelplane.errors import SpecError
@@ -128,6 +129,9 @@ class EditReader:
 
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, row]
+
+    def locate(self, unit: tuple[str, int], block: int, row: int) -> RowPlace:
+        return RowPlace(*unit, row)
 
     def describe(self, unit: tuple[str, int], block: int, row: int) -> str:
         return f"{unit[0]}#{unit[1]}/{row}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from bagelplane.engine.rng import Draws, LiveDraws, ReplayedDraws, StreamRandom
+from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import PlanContext, RowDropped, Sample
 from bagelplane.errors import DataError
 
@@ -32,6 +33,10 @@ class UnitReader(Protocol):
 
     def data_indexes(self, unit: int, block: int, row: int) -> Any:
         """What the yielded `data_indexes` of a row are; `unit` counts in the worker's own list."""
+        ...
+
+    def locate(self, unit: Any, block: int, row: int) -> RowPlace | None:
+        """Where a row is stored; None for units that do not say it."""
         ...
 
     def describe(self, unit: Any, block: int, row: int) -> str:
@@ -80,15 +85,15 @@ class StoredGroup:
     def _plan(self, unit: int, block: int, row: int, draws: Draws) -> Sample:
         rows = self._block(unit, block)
         assert rows is not None
+        place = self._reader.locate(self._units[unit], block, row)
         try:
             sample = rows.plan(row, self._context, draws)
         except RowDropped as dropped:
             where = self._reader.describe(self._units[unit], block, row)
-            if where in dropped.message:
-                raise
-            raise RowDropped(dropped.reason, f"{where}: {dropped.message}") from None
+            message = dropped.message if where in dropped.message else f"{where}: {dropped.message}"
+            raise RowDropped(dropped.reason, message, place) from None
         sample.group, sample.worker_id = self._type_name, self._worker_id
-        sample.data_indexes = self._reader.data_indexes(unit, block, row)
+        sample.data_indexes, sample.place = self._reader.data_indexes(unit, block, row), place
         sample.reference = {"row": [unit, block, row], "draws": draws.outcomes}
         return sample
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from bagelplane.engine.drops import DropReason
 from bagelplane.engine.rng import Draws
+from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import (
     PlanContext,
     RowDropped,
@@ -71,6 +72,9 @@ class TextToImageReader:
 
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, block, row]
+
+    def locate(self, unit: str, block: int, row: int) -> RowPlace:
+        return RowPlace(unit, block, row)
 
     def describe(self, unit: str, block: int, row: int) -> str:
         return f"{unit}#{block}/{row}"
