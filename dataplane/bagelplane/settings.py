@@ -112,10 +112,7 @@ def open_group(
     settings: StreamSettings, config: GroupConfig, topology: Topology, worker_id: int, images: ImageLedger
 ) -> Group:
     """One worker's part of a group. Raises DataError when there are fewer units than consumers."""
-    block = _block(settings, config, topology)
-    units, unread = shard_to_worker(
-        block, num_workers=topology.num_workers, worker_id=worker_id, group=config.name
-    )
+    units, unread = units_of(settings, config, topology, worker_id)
     if unread:
         log.warning("group %s: %d units of rank %d are read by no worker", config.name, unread, topology.rank)
     stored = STORED_TYPES[config.type]
@@ -129,6 +126,14 @@ def open_group(
         context=plan_context(config, settings.encode, images),
         worker_id=worker_id,
     )
+
+
+def units_of(
+    settings: StreamSettings, config: GroupConfig, topology: Topology, worker_id: int
+) -> tuple[list[Any], int]:
+    """One worker's units of a group in order, and how many of its rank's no worker reads."""
+    block = _block(settings, config, topology)
+    return shard_to_worker(block, num_workers=topology.num_workers, worker_id=worker_id, group=config.name)
 
 
 def _block(settings: StreamSettings, config: GroupConfig, topology: Topology) -> list[Any]:

@@ -25,7 +25,7 @@ from bagelplane.engine.drops import Drop, DropLog, DropReason
 from bagelplane.engine.elastic import ElasticPlace, check_world_size
 from bagelplane.engine.layout import build_pack
 from bagelplane.engine.pack import Pack
-from bagelplane.engine.packer import SpecialTokens
+from bagelplane.engine.packer import PlacedSample, SpecialTokens
 from bagelplane.engine.planner import Mark, PackPlan, PackPlanner
 from bagelplane.engine.profile import PROFILES, Profile
 from bagelplane.engine.raw_samples import RawPixels
@@ -287,6 +287,15 @@ def decode_failure(source: Any, targets: Sequence[np.ndarray] = ()) -> ImageErro
             resize_into(image, target)
     except ImageError as error:
         return error
+    return None
+
+
+def departure_of(placed: PlacedSample) -> tuple[DropReason, str] | None:
+    """Why a sample leaves its pack in profile Strict, and the cause; None when all images of it decode."""
+    for segment in placed.segments:
+        failure = None if segment.image is None else decode_failure(segment.image.source)
+        if failure is not None:
+            return _reason_of(failure)
     return None
 
 

@@ -40,6 +40,10 @@ COMMANDS = (
     Command("check", "bagelplane.cli.check:check", "Look at all that a resource names, as run does."),
     Command("plan", "bagelplane.cli.plan:plan", "Fill, mix and drops of the first packs, without decoding."),
     Command("preview", "bagelplane.cli.preview:preview", "A picture of what the model will see."),
+    Command(
+        "explain", "bagelplane.cli.explain:explain", "Which rows went into one pack, and what was dropped."
+    ),
+    Command("find", "bagelplane.cli.find:find", "At which steps one row is trained on, or why it is not."),
     Command("run", "bagelplane.cli.run:run", "Start the sidecar for the trainers on this machine."),
     Command(
         "inject",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,8 @@ from tokenizers import Tokenizer
 
 from bagelplane.cli.output import print_note
 from bagelplane.cli.plan import checked_topology, plans
+from bagelplane.engine.planner import PackPlan
+from bagelplane.engine.raw_samples import RawPixels
 from bagelplane.engine.samples import PlannedImage
 from bagelplane.errors import SpecError
 from bagelplane.figures.contact_sheet import Fonts, draw_sheet
@@ -71,12 +75,18 @@ def write_preview(
 ) -> None:
     """Draw `packs` packs of one rank, from number `start` on, into the PNG `path`."""
     shown = list(pack_cards(dataset, topology, packs=packs, start=start, decode_threads=decode_threads))
+    title = f"{dataset.metadata.name}: what rank {topology.rank} of {topology.world_size} trains on"
+    write_sheet(shown, path, title=title, fonts=fonts or Fonts.load())
+
+
+def write_sheet(shown: Sequence[PackCards], path: Path, *, title: str, fonts: Fonts) -> None:
+    """Draw packs into the PNG `path`. Raises SpecError when it cannot be written."""
     sheet = draw_sheet(
         shown,
-        title=f"{dataset.metadata.name}: what rank {topology.rank} of {topology.world_size} trains on",
+        title=title,
         subtitle="Samples follow one another in the pack as numbered; so do the items of a sample. "
         "Pictures are shown as resized for the model, scaled down where they are tall.",
-        fonts=fonts or Fonts.load(),
+        fonts=fonts,
     )
     try:
         sheet.save(path, format="PNG", optimize=False)
@@ -91,26 +101,36 @@ def pack_cards(
     dataset: BagelDataset, topology: Topology, *, packs: int, start: int, decode_threads: int
 ) -> list[PackCards]:
     """`packs` packs of one rank, from number `start` on, as cards with their pixels."""
+    shown = plans(dataset, topology, packs=packs, start=start, decode_threads=decode_threads)
+    to_cards = _card_maker(dataset)
+    return [to_cards(plan, start + number) for number, plan in enumerate(shown)]
+
+
+def cards_of_plan(dataset: BagelDataset, plan: PackPlan, number: int) -> PackCards:
+    """One planned pack as cards with their pixels."""
+    return _card_maker(dataset)(plan, number)
+
+
+def _card_maker(dataset: BagelDataset) -> Callable[[PackPlan, int], PackCards]:
     settings = StreamSettings.from_resource(dataset)
     tokenizer = Tokenizer.from_str(settings.storage.read_bytes(dataset.spec.tokenizer.uri).decode())
-    groups = [group.name for group in dataset.spec.groups]
-    return [
-        cards_of_pack(
-            plan,
-            start + number,
-            config=settings.packing,
-            groups=groups,
-            pixels=pixels_of,
-            decode_text=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
-        )
-        for number, plan in enumerate(
-            plans(dataset, topology, packs=packs, start=start, decode_threads=decode_threads)
-        )
-    ]
+    return partial(
+        cards_of_pack,
+        config=settings.packing,
+        groups=[group.name for group in dataset.spec.groups],
+        pixels=pixels_of,
+        decode_text=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+    )
 
 
 def pixels_of(image: PlannedImage) -> np.ndarray:
     """uint8 [height, width, 3], as a run hands them to the trainer."""
+    if isinstance(image.source, RawPixels):
+        # Taken over from Automodel: finished floats, channels first.
+        mean, std = (np.reshape(part, (3, 1, 1)) for part in (image.mean, image.std))
+        scaled = np.rint((image.source.pixels * std + mean) * 255)
+        taken: np.ndarray = np.clip(scaled, 0, 255).astype(np.uint8).transpose(1, 2, 0)
+        return taken
     pixels = np.full((image.height, image.width, 3), _UNDECODED_GREY, np.uint8)
     try:
         decoded: Image.Image = image.source.decode()

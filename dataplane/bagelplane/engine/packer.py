@@ -7,7 +7,7 @@ A sample becomes a list of segments, one for each item that conditioning left in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,10 @@ class Segment:
     image: PlannedImage | None = None
     timestep: float = -math.inf
 
+    def holds(self, ids: Sequence[int] | None, image: PlannedImage | None) -> bool:
+        """Whether it is that very text, or that very image."""
+        return self.image is image if image is not None else self.image is None and self.ids is ids
+
 
 @dataclass(slots=True)
 class PlacedSample:
@@ -87,6 +91,30 @@ class PlacedSample:
     def length(self) -> int:
         """Tokens of the recorded splits, the peer's `sample_lens` entry."""
         return sum(self.split_lens)
+
+    def parts(self) -> Iterator[Part]:
+        """All items of the sample in order, those that conditioning left out too."""
+        texts, images = iter(self.sample.texts), iter(self.sample.images)
+        segments = iter([*self.segments, None])
+        segment = next(segments)
+        for item in self.sample.items:
+            ids = next(texts) if item.kind == "text" else None
+            image = next(images) if item.kind != "text" else None
+            # What conditioning left out has no segment: the next one belongs to a later item.
+            present = segment is not None and segment.holds(ids, image)
+            yield Part(item, segment if present else None, ids, image)
+            if present:
+                segment = next(segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One item of a sample with what it is made of: ids of a text, or an image. `segment` None: left out."""
+
+    item: PlanItem
+    segment: Segment | None
+    ids: Sequence[int] | None
+    image: PlannedImage | None
 
 
 def place_sample(sample: Sample, *, start: int, config: PackingConfig, rng: PackDraws) -> PlacedSample:

@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 from PIL import Image
 
-from bagelplane.engine.packer import PackingConfig, PlacedSample, Segment
+from bagelplane.engine.packer import PackingConfig, PlacedSample
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.samples import PlanItem, PlannedImage
 from bagelplane.figures.tally import loss_tokens
@@ -110,33 +110,19 @@ def cards_of_pack(
 def _cards_of_sample(
     placed: PlacedSample, groups: Sequence[str], pixels: Pixels, decode_text: Callable[[Sequence[int]], str]
 ) -> SampleCards:
-    sample = placed.sample
-    texts, images = iter(sample.texts), iter(sample.images)
-    segments = iter([*placed.segments, None])
-    segment = next(segments)
-    cards = []
-    for item in sample.items:
-        ids = next(texts) if item.kind == "text" else None
-        image = next(images) if item.kind != "text" else None
-        # What conditioning left out has no segment: the next one belongs to a later item.
-        present = segment is not None and _belongs(segment, ids, image)
-        cards.append(
-            Card(
-                role=Role.of(item),
-                tokens=segment.length if present and segment is not None else 0,
-                left_out=not present,
-                text="" if ids is None else decode_text(ids),
-                image=None if image is None else Image.fromarray(pixels(image)),
-            )
+    cards = [
+        Card(
+            role=Role.of(part.item),
+            tokens=0 if part.segment is None else part.segment.length,
+            left_out=part.segment is None,
+            text="" if part.ids is None else decode_text(part.ids),
+            image=None if part.image is None else Image.fromarray(pixels(part.image)),
         )
-        if present:
-            segment = next(segments)
+        for part in placed.parts()
+    ]
+    sample = placed.sample
     row = "/".join(str(part) for part in _flat(sample.data_indexes))
     return SampleCards(groups[sample.group_index], row, placed.start, placed.end, tuple(cards))
-
-
-def _belongs(segment: Segment, ids: Sequence[int] | None, image: PlannedImage | None) -> bool:
-    return segment.image is image if image is not None else segment.image is None and segment.ids is ids
 
 
 def _flat(indexes: object) -> list[object]:

@@ -159,7 +159,8 @@ class ElasticRun:
             manifest = newest or self._nearest(position, world_size)
             if manifest is not None:
                 log.info("rank %d: resuming from the snapshot of position %d", rank, manifest.step)
-                stored, bad = self._load(manifest, place)
+                assert self._store is not None
+                stored, bad = stored_states(self._store, manifest, place)
                 states = newest_states([states, *stored], position, self.streams, place.served())
                 known_bad |= bad
         step = position // world_size
@@ -179,22 +180,27 @@ class ElasticRun:
             return None
         return self._store.nearest(position, StreamTopology(world_size, 0, self.streams))
 
-    def _load(self, manifest: Manifest, place: ElasticPlace) -> tuple[list[StreamStates], dict[str, str]]:
-        """States of a rank's streams out of those files that have some of them; their writers' world may differ."""
-        assert self._store is not None
-        found: list[StreamStates] = []
-        known_bad: dict[str, str] = {}
-        size = manifest.topology.world_size
-        for rank in range(size):
-            writer = ElasticPlace(rank, size, self.streams, manifest.step % size)
-            if set(writer.served()).isdisjoint(place.served()):
-                continue
-            state = self._store.load_state(manifest, rank)
-            if check_state(state, self.streams) != manifest.step:
-                raise SnapshotError(
-                    f"the state of rank {rank} in {manifest.uri} is of another position",
-                    got=str(state["position"]), expected=str(manifest.step), fix="resume from another snapshot",
-                )  # fmt: skip
-            found.append(state["states"])
-            known_bad |= state.get("known_bad", {})
-        return found, known_bad
+
+def stored_states(
+    store: SnapshotStore, manifest: Manifest, place: ElasticPlace
+) -> tuple[list[StreamStates], dict[str, str]]:
+    """States of a rank's streams, and bad images, out of those of a snapshot's files that have some of them.
+
+    Their writers' world may differ.
+    """
+    found: list[StreamStates] = []
+    known_bad: dict[str, str] = {}
+    size = manifest.topology.world_size
+    for rank in range(size):
+        writer = ElasticPlace(rank, size, place.streams, manifest.step % size)
+        if set(writer.served()).isdisjoint(place.served()):
+            continue
+        state = store.load_state(manifest, rank)
+        if check_state(state, place.streams) != manifest.step:
+            raise SnapshotError(
+                f"the state of rank {rank} in {manifest.uri} is of another position",
+                got=str(state["position"]), expected=str(manifest.step), fix="resume from another snapshot",
+            )  # fmt: skip
+        found.append(state["states"])
+        known_bad |= state.get("known_bad", {})
+    return found, known_bad

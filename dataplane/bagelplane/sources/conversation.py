@@ -43,18 +43,25 @@ def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> lis
     `num_used`."""
     units: list[Any] = []
     for dataset in config.datasets:
-        # Text mode folds line ends, as the peer's file object does. Bytes that are no UTF-8 survive as
-        # surrogates, so that such a line is dropped alone.
-        text = io.TextIOWrapper(
-            io.BytesIO(storage.read_bytes(dataset.jsonl_uri)), encoding="utf-8", errors="surrogateescape"
-        )
-        lines = list(enumerate(text.readlines()))
+        lines = list(enumerate(_read_lines(storage, dataset.jsonl_uri)))
         if config.shuffle_lines:
             rng.seed(config.shuffle_seed)
             rng.shuffle(lines)
         folder, file = dataset.images_uri, dataset.jsonl_uri
         units += [(line, folder, file, number) for number, line in lines[: dataset.num_used]]
     return units
+
+
+def count_lines(storage: Storage, uri: str) -> int:
+    """How many lines a JSONL file has, blank ones too."""
+    return len(_read_lines(storage, uri))
+
+
+def _read_lines(storage: Storage, uri: str) -> list[str]:
+    # Text mode folds line ends, as the peer's file object does. Bytes that are no UTF-8 survive as surrogates,
+    # so that such a line is dropped alone.
+    data = io.BytesIO(storage.read_bytes(uri))
+    return io.TextIOWrapper(data, encoding="utf-8", errors="surrogateescape").readlines()
 
 
 def look(dataset: DatasetConfig, storage: Storage, enough: int) -> int:

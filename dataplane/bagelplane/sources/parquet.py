@@ -53,6 +53,12 @@ def check_columns(storage: Storage, uri: str, kinds: Mapping[str, ColumnKind]) -
             )
 
 
+def rows_by_group(storage: Storage, uri: str) -> list[int]:
+    """How many rows each row group of a file has, from its footer. Raises DataError when it is no Parquet."""
+    metadata = ParquetReader(storage, []).metadata(uri)
+    return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+
 def is_bytes(kind: pa.DataType) -> bool:
     """Whether values come out as bytes."""
     kind = _plain(kind)
@@ -108,6 +114,9 @@ class ParquetReader:
 
     def schema(self, uri: str) -> pa.Schema:
         return self._open(uri).schema_arrow
+
+    def metadata(self, uri: str) -> pq.FileMetaData:
+        return self._open(uri).metadata
 
     def num_row_groups(self, uri: str) -> int:
         return int(self._open(uri).num_row_groups)

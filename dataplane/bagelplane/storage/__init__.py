@@ -17,7 +17,7 @@ from bagelplane.storage.backends import FileInfo
 from bagelplane.storage.faults import ObjectMissingError, UnusableNameError
 from bagelplane.storage.settings import StorageSettings
 from bagelplane.storage.store import Storage, open_storage
-from bagelplane.storage.uris import join_uri
+from bagelplane.storage.uris import join_uri, same_object
 
 __all__ = [
     "FileInfo",
@@ -27,4 +27,5 @@ __all__ = [
     "UnusableNameError",
     "join_uri",
     "open_storage",
+    "same_object",
 ]

@@ -65,6 +65,16 @@ def parse_uri(uri: str) -> Location:
     return Location(uri, scheme, bucket, key)
 
 
+def same_object(one: str, other: str) -> bool:
+    """Whether two URIs are spellings of one: `file://` or not, a slash at the end, `..` in a path."""
+    return _spelled(parse_uri(one)) == _spelled(parse_uri(other))
+
+
+def _spelled(location: Location) -> tuple[str, str, str]:
+    key = os.path.abspath(location.key) if location.is_local else location.key.rstrip("/")  # noqa: PTH100
+    return location.scheme, location.bucket, key
+
+
 def join_uri(base: str, name: str, *, inside: bool = False) -> str:
     """The URI of `name` below the folder `base`, where `name` is data (from a JSON line, from a listing).
 

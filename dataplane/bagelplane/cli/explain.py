@@ -1,0 +1,203 @@
+"""`bagelplane explain`: which rows went into one pack, and what was dropped on the way to it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bagelplane.cli.output import (
+    Format,
+    FormatOption,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+    progress,
+)
+from bagelplane.cli.preview import cards_of_plan, write_sheet
+from bagelplane.engine.planner import PackPlan
+from bagelplane.figures.contact_sheet import Fonts
+from bagelplane.lineage.explanation import ItemTold, PackTold, SampleTold, describe_reason, tell_pack
+from bagelplane.lineage.replay import PackAddress, Replay, address_of, stored_world_size
+from bagelplane.sidecar.snapshots import SnapshotStore
+from bagelplane.sidecar.store import open_snapshot_store
+from bagelplane.spec import BagelDataset, load_dataset, refuse_unsupported
+
+_KINDS = {"text": "text", "vit_image": "ViT", "vae_image": "VAE"}
+NOT_SURE = (
+    "Images are taken to decode once their headers are good. One that does not was dropped in the run, and moved the "
+    "packs after it: --verify decodes them on the way and is exact."
+)
+
+ResourceArgument = Annotated[
+    Path, typer.Argument(help="The resource file (kind: BagelDataset).", show_default=False)
+]
+WorldSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        help="How many ranks train; without it as many as wrote the newest snapshot, else 1.",
+        min=1,
+        show_default=False,
+    ),
+]
+FromStartOption = Annotated[
+    bool, typer.Option("--from-start", help="Plan from the start; do not look at snapshots.")
+]
+VerifyOption = Annotated[
+    bool,
+    typer.Option("--verify", help="Decode the images on the way: exact where some do not decode, and slow."),
+]
+
+
+def explain(
+    resource: ResourceArgument,
+    step: Annotated[
+        int | None, typer.Option(help="The pack's step, counted from 0.", min=0, show_default=False)
+    ] = None,
+    rank: Annotated[int, typer.Option(help="The rank that takes it.", min=0)] = 0,
+    world_size: WorldSizeOption = None,
+    position: Annotated[
+        int | None,
+        typer.Option(
+            help="Elastic sharding: the pack's number in the run, instead of step and rank.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
+    verify: VerifyOption = False,
+    from_start: FromStartOption = False,
+    threads: Annotated[int, typer.Option(help="Decode threads.", min=1)] = 2,
+    output: FormatOption = Format.TABLE,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw the pack into this PNG, as preview does.", show_default=False),
+    ] = None,
+    font: Annotated[
+        Path | None,
+        typer.Option(help="A font file, for captions in scripts that DejaVu lacks.", show_default=False),
+    ] = None,
+) -> None:
+    """Tell which rows are in one pack: where each is stored, its tokens, splits and pictures, what conditioning
+    dropout left out of it; and which rows were dropped on the way from the pack before, and why.
+
+    Plans forward from the nearest snapshot of the resource, else from the start; no sidecar has to run.
+
+    Examples:
+
+        bagelplane explain dataset.yaml --step 1234 --rank 3 --world-size 8
+        bagelplane explain dataset.yaml --position 9875 --picture pack.png
+        bagelplane explain dataset.yaml --step 1234 -o json | jq '.samples[].object'
+    """
+    dataset = load_dataset(resource)
+    refuse_unsupported(dataset, str(resource))
+    store = None if from_start else open_snapshot_store(dataset)
+    world_size = world_size or stored_world_size(store) or 1
+    address = address_of(dataset, rank=rank, world_size=world_size, step=step, position=position)
+    explained = explain_pack(dataset, address, store, verify=verify, decode_threads=threads)
+    if output is Format.JSON:
+        print_json(explained.as_json())
+    else:
+        explained.print_tables()
+    if picture is not None:
+        shown = cards_of_plan(dataset, explained.plan, address.step)
+        title = f"{dataset.metadata.name}: {address}"
+        write_sheet([shown], picture, title=title, fonts=Fonts.load(font))
+        print_note(f"wrote {picture}")
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One pack as planned again, and how to show it."""
+
+    dataset: BagelDataset
+    address: PackAddress
+    plan: PackPlan
+    told: PackTold
+    planned_from: int
+    """Number of the pack that planning began with, among those of the same rank or stream."""
+    is_sure: bool
+
+    def as_json(self) -> dict[str, Any]:
+        budgets = self.dataset.spec.budgets
+        return {
+            "version": 1,
+            "dataset": self.dataset.metadata.name,
+            "profile": self.dataset.spec.profile,
+            **self.address.as_json(),
+            "planned_from": self.planned_from,
+            "is_sure": self.is_sure,
+            "expected_tokens": budgets.expected_tokens,
+            "max_tokens": budgets.max_tokens,
+            **self.told.as_json(),
+        }
+
+    def print_tables(self) -> None:
+        """On stdout, for people."""
+        told, most = self.told, self.dataset.spec.budgets.max_tokens
+        print_line(f"{self.dataset.metadata.name}, {self.address}")
+        began = f"from pack {self.planned_from}, of a snapshot" if self.planned_from else "from the start"
+        print_line(
+            f"{told.tokens:,} of {most:,} tokens, {len(told.samples)} samples; {told.buffered} wait in the buffer; "
+            f"planned {began}"
+        )
+        where = ("group", "data set", "object", "row group", "row", "data indexes")
+        columns = ("", *where, "tokens", "splits", "pictures", "left out")
+        rows = [(number, *_sample_row(sample)) for number, sample in enumerate(told.samples)]
+        print_table("", columns, rows)
+        drops = [
+            (drop.group, str(drop.reason), drop.place or "", describe_reason(drop.reason), drop.message)
+            for drop in told.drops
+        ]
+        if drops:
+            title = "Dropped on the way from the pack before"
+            print_table(title, ("group", "reason", "row", "which means", "here"), drops)
+        else:
+            print_line("No row was dropped on the way from the pack before.")
+        if not self.is_sure:
+            print_line(NOT_SURE)
+
+
+def explain_pack(
+    dataset: BagelDataset, address: PackAddress, store: SnapshotStore | None, *, verify: bool = False,
+    decode_threads: int = 1,
+) -> Explained:  # fmt: skip
+    """Plan up to a pack, and tell of it. Raises what opening and planning a stream raises."""
+    replay = Replay(
+        dataset,
+        address.reader,
+        address.own_number,
+        store=store,
+        verify=verify,
+        decode_threads=decode_threads,
+    )
+    with closing(replay):
+        began = replay.number
+        with progress("planning", address.own_number + 1 - began) as advance:
+            replay.skip_to(address.own_number, advance)
+            plan = replay.plan(whole=True)
+            advance(1)
+        is_sure = replay.is_sure(address.own_number)
+    return Explained(dataset, address, plan, tell_pack(plan, dataset), began, is_sure)
+
+
+def _sample_row(sample: SampleTold) -> tuple[object, ...]:
+    place = sample.place
+    where = (place.object, place.row_group, place.row) if place else (None, None, None)
+    return (
+        sample.group,
+        sample.dataset,
+        *where,
+        str(sample.data_indexes),
+        sample.tokens,
+        " + ".join(f"{tokens} {mode}" for tokens, mode in sample.splits),
+        ", ".join(_picture(item) for item in sample.items if item.size is not None and not item.left_out),
+        ", ".join(_picture(item) for item in sample.items if item.left_out),
+    )
+
+
+def _picture(item: ItemTold) -> str:
+    return _KINDS[item.kind] + (f" {item.size[0]}x{item.size[1]}" if item.size else "")

@@ -1,0 +1,134 @@
+"""`bagelplane explain` and `find`: what they print agrees with itself, and wrong arguments get one line with a fix."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from bagelplane.cli.app import main
+from bagelplane.cli.demo import RESOURCE
+from bagelplane.demo_data import Recipe, make_data_set
+from bagelplane.figures.contact_sheet import WIDTH
+
+
+@pytest.fixture(scope="module")
+def resource(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explain")
+    make_data_set(folder / "data", Recipe(distinct_pictures=12))
+    path = folder / "dataset.yaml"
+    text = RESOURCE.format(data=f"file://{folder}/data", storage="", snapshots="")
+    path.write_text(text.replace("profile: Automodel", "profile: Strict"))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    assert (ended.value.code or 0) == code, printed.err
+    return printed.out if code == 0 else printed.err
+
+
+def explained(capsys: pytest.CaptureFixture[str], resource: Path, step: int) -> dict[str, Any]:
+    text = run(capsys, "explain", str(resource), "--step", str(step), "--world-size", "2", "-o", "json")
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+def test_json_adds_up_and_the_table_names_every_row(
+    capsys: pytest.CaptureFixture[str], resource: Path
+) -> None:
+    document = explained(capsys, resource, 5)
+    assert (document["step"], document["rank"], document["world_size"]) == (5, 0, 2)
+    assert sum(sample["tokens"] for sample in document["samples"]) == document["tokens"]
+    assert document["is_sure"]
+    table = run(capsys, "explain", str(resource), "--step", "5", "--world-size", "2")
+    for sample in document["samples"]:
+        assert sample["object"] in table
+        assert sample["group"] in table
+        assert sample["tokens"] == sum(item["tokens"] for item in sample["items"])
+    for drop in document["drops"]:
+        assert drop["description"]
+        assert drop["reason"] in table
+
+
+def test_drops_are_told_with_their_documented_reason_and_row(
+    capsys: pytest.CaptureFixture[str], resource: Path
+) -> None:
+    drops = [drop for step in range(8) for drop in explained(capsys, resource, step)["drops"]]
+    assert drops
+    assert all(drop["description"].endswith(".") and drop["object"] for drop in drops)
+    drop = drops[0]
+    row = ["--row", str(drop["row"])]
+    row += ["--row-group", str(drop["row_group"])] if drop["row_group"] is not None else []
+    place = ["--object", drop["object"], *row, "--steps", "8", "--world-size", "2"]
+    found = json.loads(run(capsys, "find", str(resource), *place, "-o", "json"))
+    assert drop["reason"] in [one["reason"] for one in found["sightings"] if one["fate"] == "dropped"]
+    assert "dropped 1 time" in run(capsys, "find", str(resource), *place)
+
+
+def test_a_row_in_a_pack_is_found_at_that_step(capsys: pytest.CaptureFixture[str], resource: Path) -> None:
+    sample = explained(capsys, resource, 4)["samples"][1]
+    row = ["--object", sample["object"], "--row", str(sample["row"])]
+    row += ["--row-group", str(sample["row_group"])] if sample["row_group"] is not None else []
+    text = run(capsys, "find", str(resource), *row, "--steps", "5", "--world-size", "2", "-o", "json")
+    sightings = json.loads(text)["sightings"]
+    assert (4, 0, 1) in [(one["step"], one["rank"], one["sample"]) for one in sightings]
+
+
+def test_a_row_that_is_not_reached_is_told_so(capsys: pytest.CaptureFixture[str], resource: Path) -> None:
+    lines = f"{resource.parent}/data/vlm/train.jsonl"
+    told = [
+        run(capsys, "find", str(resource), "--object", lines, "--row", str(row), "--steps", "1")
+        for row in range(60, 64)
+    ]
+    assert any("not reached, before step 1 of each rank" in text for text in told)
+
+
+def test_a_row_beyond_what_is_used_is_told_so(
+    capsys: pytest.CaptureFixture[str], resource: Path, tmp_path: Path
+) -> None:
+    short = tmp_path / "short.yaml"
+    text = resource.read_text().replace("numUsedData: 64", "numUsedData: 10")
+    assert text != resource.read_text()
+    short.write_text(text)
+    lines = f"file://{resource.parent}/data/vlm/train.jsonl"
+    told = run(capsys, "find", str(short), "--object", lines, "--row", "40", "--steps", "1")
+    assert "no rank reads it: it lies beyond numUsedData" in told
+
+
+def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str], resource: Path, tmp_path: Path) -> None:
+    png = tmp_path / "pack.png"
+    run(capsys, "explain", str(resource), "--step", "2", "--picture", str(png))
+    with Image.open(png) as image:
+        assert (image.format, image.width) == ("PNG", WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("explain", "--rank", "2", "--world-size", "2", "--step", "1"), 2, "rank is outside its world"),
+        (("explain",), 2, "one pack has to be named"),
+        (("explain", "--position", "4"), 2, "a position names no pack under Bagel sharding"),
+        (("explain", "--step", "1", "--world-size", "500"), 5, "fewer units than ranks"),
+        (
+            ("find", "--object", "nowhere.parquet", "--row", "1", "--steps", "2"),
+            5,
+            "no group of this resource",
+        ),
+        (("find", "--object", "nowhere.parquet", "--row", "1"), 2, "no snapshot that says how far.*--steps"),
+    ],
+)
+def test_wrong_arguments_are_one_line_with_a_fix(
+    capsys: pytest.CaptureFixture[str], resource: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    command, *rest = arguments
+    text = run(capsys, command, str(resource), *rest, code=code)
+    assert text.count("\n") == 1
+    assert re.search(message, text), text
+    assert "Fix: " in text
