@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bagelplane.costs import Costs
 from bagelplane.engine.drops import Drop, DropLog
 from bagelplane.engine.elastic import (
     SHARDING,
@@ -49,7 +50,9 @@ class ElasticStream:
     def __init__(
         self, place: ElasticPlace, open_stream: OpenStream, drops: DropLog,
         known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None = None,
+        costs: Costs | None = None,
     ) -> None:  # fmt: skip
+        self.costs = costs or Costs()
         self._place, self._open_stream = place, open_stream
         self._drop_log, self._known_bad, self._pool = drops, known_bad, pool
         self._open: dict[int, WorkerStream] = {}

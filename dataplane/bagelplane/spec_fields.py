@@ -66,6 +66,8 @@ def _type_text(annotation: Any, metadata: Sequence[object]) -> str:
         return " or ".join(_type_text(part, ()) for part in arguments if part is not type(None))
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
+    if origin is tuple and arguments[0] in _PLAIN:
+        return f"list of {_PLAIN[arguments[0]]}s"
     return {tuple: "list of mappings", dict: "mapping"}.get(origin) or _PLAIN.get(annotation, "mapping")
 
 

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from bagelplane.costs import Costs
 from bagelplane.elastic import ElasticStream
 from bagelplane.engine.departures import DepartureCount, without_bad_images
 from bagelplane.engine.drops import Drop, DropLog, DropReason
@@ -74,7 +76,9 @@ class WorkerStream:
         drops: DropLog,
         pool: ThreadPoolExecutor | None = None,
         on_bad_images: OnBadImages | None = None,
+        costs: Costs | None = None,
     ) -> None:
+        self._costs = costs or Costs()
         self._planner, self._ledger, self._tokens = planner, ledger, tokens
         self._drops, self._pool, self._on_bad_images = drops, pool, on_bad_images
         self._ahead: _Prepared | None = None
@@ -233,16 +237,23 @@ class WorkerStream:
 
         if self._pool is None:
             for key, arrays in targets.items():
-                settle(key, decode_failure(sources[key], arrays))
+                settle(key, self._decode_one(sources[key], arrays))
             return bad
         futures: dict[str, Future[ImageError | None]] = {
-            key: self._pool.submit(decode_failure, sources[key], arrays) for key, arrays in targets.items()
+            key: self._pool.submit(self._decode_one, sources[key], arrays) for key, arrays in targets.items()
         }
         if plan_ahead is not None:
             plan_ahead()
         for key, future in futures.items():
             settle(key, future.result())
         return bad
+
+    def _decode_one(self, source: Any, targets: Sequence[np.ndarray]) -> ImageError | None:
+        begun = perf_counter()
+        try:
+            return decode_failure(source, targets)
+        finally:
+            self._costs.decoded(perf_counter() - begun)
 
     def plan_ahead(self) -> None:
         """Plan the next pack now, unless that is done already."""
@@ -311,7 +322,9 @@ class RankStream:
     def __init__(
         self, workers: Sequence[WorkerStream], topology: Topology, drops: DropLog,
         known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None = None,
+        costs: Costs | None = None,
     ) -> None:  # fmt: skip
+        self.costs = costs or Costs()
         self._workers, self._topology, self._drops = list(workers), topology, drops
         self._known_bad, self._pool = known_bad, pool
         self._worker_states = [worker.state() for worker in self._workers]
@@ -438,7 +451,10 @@ def open_rank_stream(
     bad = None if settings.profile.plan_is_pure else dict(known_bad or {})
     pool = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode") if decode_threads else None
     drops = DropLog(log)
-    open_worker = partial(open_worker_stream, known_bad=bad, pool=pool, on_bad_images=on_bad_images)
+    costs = settings.storage.costs
+    open_worker = partial(
+        open_worker_stream, known_bad=bad, pool=pool, on_bad_images=on_bad_images, costs=costs
+    )
     stream: RankStream | ElasticStream
     if dataset.spec.sharding.mode == "Elastic":
         stream = _elastic_stream(dataset, settings, topology, open_worker, drops, bad, pool)
@@ -447,7 +463,7 @@ def open_rank_stream(
             open_worker(settings, topology, worker_id, drops=drops)
             for worker_id in range(max(1, topology.num_workers))
         ]
-        stream = RankStream(workers, topology, drops, bad, pool)
+        stream = RankStream(workers, topology, drops, bad, pool, costs)
     if state is not None:
         stream.load_state(state)
     return stream
@@ -467,7 +483,7 @@ def _elastic_stream(
         return open_worker(settings, Topology(number, streams, 0), 0, drops=stream_drops)
 
     place = ElasticPlace(topology.rank, topology.world_size, streams)
-    return ElasticStream(place, open_stream, drops, known_bad, pool)
+    return ElasticStream(place, open_stream, drops, known_bad, pool, settings.storage.costs)
 
 
 def open_worker_stream(
@@ -479,6 +495,7 @@ def open_worker_stream(
     drops: DropLog,
     pool: ThreadPoolExecutor | None = None,
     on_bad_images: OnBadImages | None = None,
+    costs: Costs | None = None,
 ) -> WorkerStream:
     """One logical worker's stream from its own part of the data."""
     configure_pillow()
@@ -498,6 +515,7 @@ def open_worker_stream(
         drops=drops,
         pool=pool,
         on_bad_images=on_bad_images,
+        costs=costs,
     )
 
 

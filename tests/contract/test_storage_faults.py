@@ -59,6 +59,8 @@ def test_what_passes_is_tried_again(settings: StorageSettings, fault: Answer) ->
         storage = storage_at(server, settings)
         assert storage.read_bytes(URI) == b"0123456789"
         assert storage.retry_count == 2
+        (cause,) = storage.costs.as_json()["retries"]
+        assert cause == ("connection" if fault.stalls or fault.body_bytes_sent is not None else "store")
         assert len(server.requests) == 3
 
 

@@ -33,6 +33,24 @@ def test_every_recorded_pack_comes_from_a_resource(name: str, rank: int, decode_
         assert stream.step == pack.step + 1
 
 
+@pytest.mark.parametrize("decode_threads", THREADS)
+@pytest.mark.parametrize("sharding", [{"mode": "Bagel"}, {"mode": "Elastic", "streams": 2}], ids=str)
+def test_a_stream_tells_what_its_packs_cost(sharding: dict[str, Any], decode_threads: int) -> None:
+    dataset = resource_of(load_recording("a_default"), sharding=sharding)
+    with contextlib.closing(
+        open_rank_stream(dataset, Topology(0, 2, 0), decode_threads=decode_threads)
+    ) as stream:
+        opened = stream.costs.as_json()
+        assert opened["decode_seconds"] == 0
+        next_batch(stream)
+        costs = stream.costs.as_json()
+    assert costs["decode_seconds"] > 0
+    assert costs["storage_seconds"] > 0
+    assert costs["read_bytes"] > 1000
+    assert costs["requests"]["list"] > 0
+    assert costs["retries"] == {}
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bagelplane.costs import Costs
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import DataError, SnapshotError
 from bagelplane.spec import BagelDataset
@@ -42,6 +43,7 @@ class FakeStream:
         self._on_bad_images = on_bad_images
         self.step = 0
         self._sum = 0
+        self.costs = Costs()
         if state is not None:
             if state["world_size"] != topology.world_size:
                 raise SnapshotError("a state of another topology", got=str(state), expected=str(topology))
@@ -64,6 +66,9 @@ class FakeStream:
         for number, pixels in enumerate(allocate(pack)):
             rng = np.random.default_rng([self._topology.rank, self.step, number])
             pixels[...] = rng.integers(0, 256, pixels.shape, dtype=np.uint8)
+            self.costs.decoded(0.001)
+        self.costs.requested("read", 0.002)
+        self.costs.read(1000)
         self.step, self._sum = self.step + 1, after
         return pack
 

@@ -18,7 +18,8 @@ from bagelplane.cli.app import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from bagelplane.cli.output import print_line, print_note
 from bagelplane.cli.reference_chart import VALUES_SCHEMA, build_chart_files, value_rows
 from bagelplane.engine.drops import DropReason
-from bagelplane.sidecar.status import METRICS
+from bagelplane.sidecar.metrics import METRICS, exposed_names
+from bagelplane.sidecar.report import STATUS_VERSION, SidecarStatus
 from bagelplane.spec import API_VERSION, KIND
 from bagelplane.spec_fields import FieldDoc, iter_fields
 from bagelplane.spec_status import DatasetStatus
@@ -63,6 +64,7 @@ def build_files(root: Path = ROOT) -> dict[str, str]:
         "exit-codes": _exit_code_page(),
         "drop-reasons": _drop_page(),
         "metrics": _metric_page(),
+        "status": _status_page(),
         "conditions": _condition_page(),
         "chart-values": _chart_page(values),
     }
@@ -148,10 +150,14 @@ def _drop_page() -> Iterator[str]:
 
 def _metric_page() -> Iterator[str]:
     yield f"{_ORIGIN}# Metrics\n"
-    yield "What the sidecar shows at `/metrics` in Prometheus' format (`bagelplane run --status-port`).\n"
+    yield (
+        "What the sidecar shows at `/metrics` in Prometheus' format (`bagelplane run --status-port`). Counts are of "
+        "this sidecar's life: they survive producers that die and trainers that come back, and begin at 0 when the "
+        "sidecar does. [How to watch a run](../guides/observe.md).\n"
+    )
     rows = [
         (
-            f"`{name}_total`" if doc.kind == "counter" else f"`{name}`",
+            ", ".join(f"`{each}`" for each in exposed_names(name, doc)),
             doc.kind,
             ", ".join(doc.labels),
             doc.text,
@@ -159,6 +165,36 @@ def _metric_page() -> Iterator[str]:
         for name, doc in METRICS.items()
     ]
     yield from _table(("Metric", "Kind", "Labels", "Meaning"), rows)
+
+
+def _status_page() -> Iterator[str]:
+    yield f"{_ORIGIN}# The sidecar's status\n"
+    yield (
+        "One JSON object: at `/v1/status` of `bagelplane run --status-port`, and by `status()` of reader and loader. "
+        f"This is version {STATUS_VERSION}: it changes when a field goes or means something else, not when one comes. "
+        "Counts and times are since the rank was first served by this sidecar.\n"
+    )
+    fields = list(iter_fields(SidecarStatus))
+    top = [field for field in fields if "." not in field.path]
+    yield from _status_table("The object", top)
+    for parent in fields:
+        if parent.model is not None:
+            children = [field for field in fields if field.path.rpartition(".")[0] == parent.path]
+            yield from _status_table(f"`{parent.path}`", children)
+
+
+def _status_table(title: str, fields: Sequence[FieldDoc]) -> Iterator[str]:
+    yield f"## {title}\n"
+    rows = [
+        (
+            f"`{field.path.rpartition('.')[2].removesuffix('[]')}`",
+            f"{field.kind} or null" if field.default == "none" else field.kind,
+            field.unit,
+            field.description,
+        )
+        for field in fields
+    ]
+    yield from _table(("Field", "Type", "Unit", "Meaning"), rows)
 
 
 def _condition_page() -> Iterator[str]:

@@ -132,11 +132,15 @@ class Connection:
         self._drop(f"the producer began anew while step {record.step} was read")
         return False
 
-    def release(self, record: Record) -> None:
-        """Acknowledges the record: the trainer has it. Nothing of the ring may be referred to any more."""
+    def release(self, record: Record, *, stalled_seconds: float = 0.0) -> None:
+        """Acknowledges the record: the trainer has it. Nothing of the ring may be referred to any more.
+
+        `stalled_seconds` is how long the trainer stood still for it; the sidecar counts that.
+        """
         self.next_step = record.step + 1
+        ack = Ack(record.step, stalled_seconds)
         try:
-            self._require_socket().send(Ack(record.step), timeout_seconds=self.timeout_seconds)
+            self._require_socket().send(ack, timeout_seconds=self.timeout_seconds)
         except OSError as error:
             # Not lost: the next attach says where we are.
             self._drop(f"the connection broke while step {record.step} was acknowledged ({error})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -139,7 +140,9 @@ class NumpyReader:
         """The next pack, as `convert` makes it from the views of the ring; its result must not refer to them.
 
         `convert` is called again should the sidecar have restarted meanwhile: what it read may be torn then.
+        The time that all this takes is what the caller stands still: it goes to the sidecar, which counts it.
         """
+        begun = time.perf_counter()
         while True:
             record, payload = self._connection.next_record(self._resume)
             try:
@@ -153,7 +156,7 @@ class NumpyReader:
                 continue
             if self._connection.confirm(record):
                 break
-        self._connection.release(record)
+        self._connection.release(record, stalled_seconds=time.perf_counter() - begun)
         self._resume = Resume("state", record.step + 1, pack.state)
         return result
 

@@ -135,6 +135,12 @@ class Ack(Message):
     TYPE: ClassVar[str] = "ack"
     step: int
     """This pack was taken, and all before it; their slots are free."""
+    stalled_seconds: float = 0.0
+    """How long the trainer stood still for packs since the acknowledgement before, as it measured itself."""
+
+    def __post_init__(self) -> None:
+        if self.stalled_seconds < 0:
+            raise ProtocolError("an acknowledgement tells of negative time", got=f"{self.stalled_seconds} s")
 
 
 @dataclass(frozen=True, slots=True)

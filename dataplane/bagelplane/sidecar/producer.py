@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
+from bagelplane.costs import Costs
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import (
     BagelplaneError,
@@ -58,6 +59,8 @@ log = logging.getLogger("bagelplane.sidecar.producer")  # not __name__: this mod
 
 class RankStreamLike(Protocol):
     """What the producer needs of `bagelplane.stream.RankStream`."""
+
+    costs: Costs
 
     def next_pack(self, allocate: Callable[[Pack], Sequence[Image]]) -> Pack: ...
     def skip_to(self, step: int, *, on_progress: Callable[[int], None] | None = None) -> None: ...
@@ -217,9 +220,10 @@ class Producer:
                 "state": pack.state,
                 "tokens": int(pack.scalars.get("sequence_length", 0)),
                 "images": len(pack.image_shapes),
+                "pixel_bytes": sum(3 * height * width for height, width in pack.image_shapes),
                 "work_seconds": time.monotonic() - started - self._waited_seconds,
                 "ring_wait_seconds": self._waited_seconds,
-                "used_bytes": ring.used_bytes,
+                "costs": stream.costs.as_json(),
                 "drops": pack.state.get("drops", {}),
             }
         )

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from bagelplane.engine.elastic import merge_states
@@ -23,6 +23,7 @@ from bagelplane.errors import BagelplaneError
 from bagelplane.shm.protocol import Published
 from bagelplane.sidecar.control import Frame, encode_frame, read_frame
 from bagelplane.sidecar.producer import ProducerSetup
+from bagelplane.sidecar.tally import Tally
 
 KEPT_STATES = 8
 """Acknowledged states that are kept: ranks are a few steps apart when a snapshot is asked for."""
@@ -117,22 +118,6 @@ class Progress:
         return StartingPoint(target_step=target)
 
 
-@dataclass(slots=True)
-class Tally:
-    """What is counted for status and metrics, since the rank was first served."""
-
-    published: int = 0
-    acknowledged: int = 0
-    tokens: int = 0
-    images: int = 0
-    work_seconds: float = 0.0
-    ring_wait_seconds: float = 0.0
-    trainer_wait_seconds: float = 0.0
-    restarts: int = 0
-    used_bytes: int = 0
-    drops: dict[str, dict[str, int]] = field(default_factory=dict)
-
-
 class Listener(Protocol):
     """Who takes a rank's packs: a client's session."""
 
@@ -147,6 +132,7 @@ class RankServer:
         self,
         build_setup: Callable[[StartingPoint], ProducerSetup],
         progress: Progress,
+        tally: Tally,
         *,
         on_acknowledged: Callable[[RankServer], None],
         on_known_bad: Callable[[dict[str, str]], None],
@@ -161,7 +147,9 @@ class RankServer:
         self.phase_since = time.monotonic()
         self.failure: RankFailedError | None = None
         self.ring_path, self.ring_bytes, self.epoch = setup.ring_path, setup.ring_bytes, 0
-        self.tally = Tally()
+        self.tally = tally
+        self.has_pack = False
+        """Whether a first pack was ever ready."""
         self.listener: Listener | None = None
         self.pid = 0
         self._records: deque[Published] = deque()
@@ -188,9 +176,14 @@ class RankServer:
             raise RankStoppedError(f"the producer of rank {self.rank} was stopped", fix="attach again")
 
     @property
-    def has_pack(self) -> bool:
-        """Whether a first pack was ever ready, or one is now."""
-        return self.tally.published > 0
+    def ready_packs(self) -> int:
+        """Packs in the ring that the trainer has not taken."""
+        return len(self._records)
+
+    @property
+    def used_bytes(self) -> int:
+        """Their bytes."""
+        return sum(record.length_bytes for record in self._records)
 
     @property
     def awaited_seconds(self) -> float:
@@ -218,10 +211,15 @@ class RankServer:
         if self.listener is listener:
             self.listener = None
 
-    def acknowledge(self, step: int) -> None:
-        """The trainer has this pack and all before it; a step that was never announced must not come here."""
+    def acknowledge(self, step: int, stalled_seconds: float | None = None) -> None:
+        """The trainer has this pack and all before it; a step that was never announced must not come here.
+
+        `stalled_seconds` is how long it stood still for it, None where nobody was asked.
+        """
         if step < self.progress.next_step:
             return
+        if stalled_seconds is not None:
+            self.tally.stalls.add(stalled_seconds)
         self.tally.acknowledged += step + 1 - self.progress.next_step
         # One step at a time: a snapshot may be due at any of them.
         for next_step in range(self.progress.next_step + 1, step + 2):
@@ -356,6 +354,7 @@ class RankServer:
             self.epoch, self.ring_path = frame["epoch"], frame["ring_path"]
             self.ring_bytes = frame["ring_bytes"]
             self._published_until = frame["next_step"]
+            self.tally.begin((frame["state"] or {}).get("drops", {}))
             if frame["state"] is not None:
                 self.progress.keep(frame["next_step"], frame["state"])
             self._set_phase("ready")
@@ -371,14 +370,8 @@ class RankServer:
         self._failures = 0
         self._published_until = step + 1
         self.progress.keep(step + 1, frame["state"])
-        tally = self.tally
-        tally.published += 1
-        tally.tokens += frame["tokens"]
-        tally.images += frame["images"]
-        tally.work_seconds += frame["work_seconds"]
-        tally.ring_wait_seconds += frame["ring_wait_seconds"]
-        tally.used_bytes = frame["used_bytes"]
-        tally.drops = frame["drops"]
+        self.has_pack = True
+        self.tally.publish(frame)
         if step < self.progress.next_step:
             # Made again after a crash that lost only the acknowledgement.
             self._send({"type": "ack", "step": step})
@@ -387,7 +380,7 @@ class RankServer:
         self._records.append(message)
         if self._waiting_since is not None:
             if self.listener is not None:
-                tally.trainer_wait_seconds += time.monotonic() - self._waiting_since
+                self.tally.trainer_wait_seconds += time.monotonic() - self._waiting_since
             self._waiting_since = None
         if self.listener is not None:
             self.listener.publish(message)

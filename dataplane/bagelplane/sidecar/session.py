@@ -117,7 +117,7 @@ class Session:
 
     async def _handle(self, message: Message) -> None:
         if isinstance(message, Ack):
-            self._acknowledge(message.step)
+            self._acknowledge(message)
         elif isinstance(message, Attach):
             if self._server is not None:
                 raise ProtocolError("a client attached twice on one connection", fix="detach first")
@@ -150,16 +150,16 @@ class Session:
             self.publish(record)
         log.info("%s: rank %d attached at step %d", self.client, server.rank, next_step)
 
-    def _acknowledge(self, step: int) -> None:
+    def _acknowledge(self, ack: Ack) -> None:
         if self._server is None:
             return  # it crossed the news that the producer is gone
-        if step >= self._announced:
+        if ack.step >= self._announced:
             raise ProtocolError(
                 "a client acknowledged a pack that it was never given",
-                got=f"step {step}",
+                got=f"step {ack.step}",
                 expected=f"below {self._announced}",
             )
-        self._server.acknowledge(step)
+        self._server.acknowledge(ack.step, ack.stalled_seconds)
 
     async def _snapshot(self) -> None:
         server = self._require_server("snapshot")

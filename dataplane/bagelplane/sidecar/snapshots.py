@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from bagelplane.costs import Costs
 from bagelplane.errors import ObjectExistsError, SnapshotError
 from bagelplane.sidecar.retention import Retention
 from bagelplane.sidecar.snapshot_format import (
@@ -70,6 +71,8 @@ class SnapshotStorage(Protocol):
     def read_bytes(self, uri: str) -> bytes: ...
     def write_bytes(self, uri: str, data: bytes, *, only_if_absent: bool = False) -> None: ...
     def delete(self, uri: str) -> None: ...
+    @property
+    def costs(self) -> Costs: ...
 
 
 class SnapshotStore:
@@ -88,6 +91,11 @@ class SnapshotStore:
         self.streams = streams
 
     # -- writing
+
+    @property
+    def costs(self) -> Costs:
+        """What was asked of the storage."""
+        return self._storage.costs
 
     def write_rank(self, step: int, rank: int, topology: StreamTopology, state: Mapping[str, Any]) -> bool:
         """Writes one rank's state, and the manifest when that completes the set. Whether it is complete now.

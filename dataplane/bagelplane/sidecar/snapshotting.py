@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from bagelplane.costs import Costs
 from bagelplane.errors import BagelplaneError, SnapshotError, TransientStorageError
 from bagelplane.sidecar.retention import Retention
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
@@ -77,6 +78,8 @@ class SnapshotHealth:
     """Newest complete snapshot that this sidecar wrote; with elastic sharding its position."""
     last_time: float | None = None
     """When, in seconds since the epoch."""
+    last_write_seconds: float | None = None
+    """How long its last state took to write."""
     completed: int = 0
     failed: int = 0
     given_up: int = 0
@@ -102,6 +105,11 @@ class SnapshotWriter:
     def uri(self) -> str | None:
         """Where snapshots are; None when they have no place."""
         return None if self._store is None else self._store.uri
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """What was asked of the store (`Costs.as_json`)."""
+        return (Costs() if self._store is None else self._store.costs).as_json()
 
     @property
     def waiting(self) -> int:
@@ -182,6 +190,7 @@ class SnapshotWriter:
     async def _write(self, job: _Job) -> str:
         store = self._store
         assert store is not None
+        begun = time.monotonic()
         for pause in (*_RETRY_SECONDS, None):
             try:
                 complete = await in_thread(
@@ -198,6 +207,7 @@ class SnapshotWriter:
         self.health.problem = ""
         if complete:
             self._note_complete(job)
+            self.health.last_write_seconds = time.monotonic() - begun
             await in_thread(lambda: store.prune(self._retention))
         return store.step_uri(job.step)
 

@@ -28,6 +28,7 @@ from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
 from bagelplane.sidecar.status import StatusServer
 from bagelplane.sidecar.store import retention_of
+from bagelplane.sidecar.tally import Tally
 from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.spec_memory import ring_bytes
 
@@ -82,6 +83,7 @@ class Supervisor:
         self.started = time.time()
         self._directory = directory
         self._progress: dict[int, Progress] = {}  # by rank; outlives servers
+        self._tallies: dict[int, Tally] = {}  # by rank; outlive all
         self._world_size = 0
         self._store: SnapshotStore | None = None
         self._elastic: ElasticRun | None = None  # with Bagel sharding there is nothing to know beyond ranks
@@ -272,6 +274,7 @@ class Supervisor:
         server = RankServer(
             build_setup,
             progress,
+            self._tallies.setdefault(attach.rank, Tally()),
             on_acknowledged=self._after_acknowledge,
             on_known_bad=self._known_bad.update,
         )
@@ -476,10 +479,11 @@ class Supervisor:
         return all(server.has_pack and server.phase == "ready" for server in self.servers.values())
 
     def status(self) -> dict[str, Any]:
-        """What /v1/status and the `status` message say; JSON-able."""
-        return build_status(
+        """What /v1/status and the `status` message say; JSON-able (`report.SidecarStatus`)."""
+        status = build_status(
             self, world_size=self._world_size, problem=self._problem, known_bad_images=len(self._known_bad)
         )
+        return status.model_dump(mode="json")
 
 
 def _step_at(resume: Resume, world_size: int) -> int:

@@ -42,6 +42,13 @@ class Retry(Enum):
 class Fault:
     error: BagelplaneError
     retry: Retry = Retry.NO
+    source: str = "store"
+    """Who failed: store, connection or file_system."""
+
+    @property
+    def cause(self) -> str:
+        """Of a retry, in a word for counting: credentials, unreachable, or the source."""
+        return {Retry.RECONNECT: "credentials", Retry.BRIEF: "unreachable"}.get(self.retry, self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +274,9 @@ def _classify_local(error: OSError | ValueError, attempted: Attempted) -> Fault:
     if number in _LOCAL_TRANSIENT:
         text = f"{attempted.text}: the file system is in trouble"
         return Fault(
-            TransientStorageError(text, got=got, fix="look at the disk or the network mount"), Retry.BACKOFF
+            TransientStorageError(text, got=got, fix="look at the disk or the network mount"),
+            Retry.BACKOFF,
+            "file_system",
         )
     if number == errno.EEXIST:
         return Fault(
@@ -292,7 +301,8 @@ def _classify_client_side(error: BaseException, attempted: Attempted) -> Fault:
     if rule is None:
         rule = _rule("", "it failed", "look at the log at level DEBUG")
     what = f"{attempted.text}: {rule.reason}"
-    return Fault(rule.kind(what, got=type(error).__name__, fix=rule.fix), rule.retry)
+    source = "file_system" if attempted.location.is_local else "connection"
+    return Fault(rule.kind(what, got=type(error).__name__, fix=rule.fix), rule.retry, source)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

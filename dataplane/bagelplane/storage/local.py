@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
+from bagelplane.costs import Costs, CountedFile
 from bagelplane.storage.backends import Children, FileInfo
 from bagelplane.storage.faults import UnusableNameError
 from bagelplane.storage.uris import Location, show
@@ -62,9 +64,11 @@ class LocalFiles:
             file.seek(start)
             return file.read() if end is None else file.read(max(end - start, 0))
 
-    def open(self, location: Location) -> BinaryIO:
+    def open(self, location: Location, costs: Costs | None = None) -> BinaryIO:
         # Before it is opened: that alone waits for ever at a pipe, and does things to some devices.
         _refuse_other_kinds(location, os.stat(location.key))  # noqa: PTH116 (as above)
+        if costs is not None:
+            return cast(BinaryIO, io.BufferedReader(CountedFile(location.key, costs)))
         return open(location.key, "rb")  # noqa: PTH123 (as above: a slash at the end names no file)
 
     def write(self, location: Location, data: bytes | memoryview) -> None:

@@ -31,7 +31,7 @@ class RetryPolicy:
         action: Callable[[int], _Result],
         classify: Callable[[Exception], Fault],
         reconnect: Callable[[], bool],
-        on_retry: Callable[[], None] = lambda: None,
+        on_retry: Callable[[Fault], None] = lambda fault: None,
     ) -> _Result:
         """The result of `action(number of the try, from 0)`. Raises the error of the last fault.
 
@@ -49,13 +49,13 @@ class RetryPolicy:
             attempt += 1
             if fault.retry is Retry.RECONNECT and not has_reconnected and reconnect():
                 has_reconnected = True
-                on_retry()
+                on_retry(fault)
                 continue
             pause_seconds = self._pause(fault, attempt, time.monotonic() - began)
             if pause_seconds is None:
                 raise fault.error from None
             _logger.warning("trying again in %.1f s: %s", pause_seconds, fault.error)
-            on_retry()
+            on_retry(fault)
             time.sleep(pause_seconds)
 
     def _pause(self, fault: Fault, attempt: int, elapsed_seconds: float) -> float | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from time import perf_counter
 from typing import BinaryIO, TypeVar, cast
 
+from bagelplane.costs import Costs
 from bagelplane.errors import ObjectExistsError
 from bagelplane.storage.backends import Backend, Children, FileInfo
 from bagelplane.storage.faults import Attempted, Fault, ObjectMissingError, classify
@@ -30,8 +31,7 @@ class Storage:
         self.settings = settings
         self._policy = RetryPolicy(attempts=settings.attempts, seconds=settings.retry_seconds)
         self._backends: dict[str, Backend] = {}
-        self._count_lock = threading.Lock()
-        self._retry_count = 0
+        self.costs = Costs()
 
     def __reduce__(self) -> tuple[object, ...]:
         return open_storage, (self.settings,)
@@ -39,7 +39,7 @@ class Storage:
     @property
     def retry_count(self) -> int:
         """How many requests were tried again so far."""
-        return self._retry_count
+        return sum(self.costs.as_json()["retries"].values())
 
     def list_files(self, uri: str, suffix: str = "", *, missing_ok: bool = False) -> list[FileInfo]:
         """The files directly in the folder `uri` whose names end with `suffix`, sorted by URI. Never stale.
@@ -92,7 +92,9 @@ class Storage:
     def read_bytes(self, uri: str) -> bytes:
         """The whole object."""
         location = parse_uri(uri)
-        return self._run("read", location, lambda backend, _: backend.read(location, 0, None, None))
+        data = self._run("read", location, lambda backend, _: backend.read(location, 0, None, None))
+        self.costs.read(len(data))
+        return data
 
     def open_binary(self, uri: str) -> BinaryIO:
         """The object as a seekable file, for pyarrow among others. Local: a plain buffered file.
@@ -103,13 +105,17 @@ class Storage:
         location = parse_uri(uri)
         if location.is_local:
             self.info(uri)  # refuses a folder in the same words as elsewhere
-            return self._run("read", location, lambda backend, _: cast(LocalFiles, backend).open(location))
+            return self._run(
+                "read", location, lambda backend, _: cast(LocalFiles, backend).open(location, self.costs)
+            )
         info = self.info(uri)
 
         def fetch(start: int, end: int) -> bytes:
-            return self._run(
+            data = self._run(
                 "read", location, lambda backend, _: backend.read(location, start, end, info.version)
             )
+            self.costs.read(len(data))
+            return data
 
         return cast(BinaryIO, RangedFile(show(uri), info.size_bytes, fetch))
 
@@ -133,6 +139,7 @@ class Storage:
             )
         else:
             self._create_unconditionally(location, view)
+        self.costs.wrote(len(view))
 
     def delete(self, uri: str) -> None:
         """Removes the object; no error if it is not there."""
@@ -188,22 +195,22 @@ class Storage:
         def attempt(number: int) -> _Result:
             nonlocal generation
             generation = backend.generation()
-            return action(backend, number)
+            begun = perf_counter()
+            try:
+                return action(backend, number)
+            finally:
+                self.costs.requested(verb.replace(" ", "_"), perf_counter() - begun)
 
         return self._policy.run(
             attempt,
             lambda error: self._classify(error, verb, location),
             lambda: backend.reconnect(generation),
-            self._count_retry,
+            lambda fault: self.costs.retried(fault.cause),
         )
 
     def _classify(self, error: Exception, verb: str, location: Location) -> Fault:
         backend = self._backend(location)
         return classify(error, Attempted(verb, location, backend.endpoint()), region=backend.region())
-
-    def _count_retry(self) -> None:
-        with self._count_lock:
-            self._retry_count += 1
 
     def _where(self, uri: str) -> str:
         location = parse_uri(uri)
