@@ -232,9 +232,6 @@ def refuse_unsupported(
     if spec.storage.cache is not None:
         loc = ("spec", "storage", "cache")
         problems.append(Problem(loc, "is set, this release keeps no cache yet", fix="remove it"))
-    if spec.dataplane.pixel_format != "uint8":
-        loc, fix = ("spec", "dataplane", "pixelFormat"), "write `pixelFormat: uint8`"
-        problems.append(Problem(loc, "is float32, which this release does not write yet", fix=fix))
     for index, group in enumerate(spec.groups):
         if types is not None and group.type not in types:
             near = nearest(group.type, types)

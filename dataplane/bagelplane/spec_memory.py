@@ -13,6 +13,7 @@ ARRAY_BYTES_A_TOKEN = 96
 META_BYTES = 1024 * 1024
 """State (64 KB at most), lengths, lineage and alignment of a record."""
 _CHANNELS = 3
+_BYTES_A_VALUE = {"uint8": 1, "float32": 4}
 
 
 def largest_pack_bytes(dataset: BagelDataset) -> int:
@@ -28,7 +29,8 @@ def largest_pack_bytes(dataset: BagelDataset) -> int:
     for group in spec.groups:
         transforms = (group.image_transform, group.vit_image_transform)
         strides += [transform.stride for transform in transforms if transform is not None]
-    pixels = tokens * max(strides) ** 2 * _CHANNELS
+    values = tokens * max(strides) ** 2 * _CHANNELS
+    pixels = values * _BYTES_A_VALUE[spec.dataplane.pixel_format]
     return pixels + tokens * ARRAY_BYTES_A_TOKEN + META_BYTES
 
 

@@ -451,7 +451,8 @@ class Dataplane(SpecModel):
     )
     ring: Ring = field("The shared-memory ring of a rank.", factory=Ring)
     pixel_format: Literal["uint8", "float32"] = field(
-        "Pixels in the ring: uint8 (the client makes floats) or float32 (finished, for other languages).",
+        "Pixels in the ring: uint8 (the client makes floats) or float32 (finished floats, for readers in other "
+        "languages; four times the memory).",
         "uint8",
     )
 

@@ -284,7 +284,7 @@ def test_an_edit_makes_a_new_config_map_and_the_old_one_goes(namespace: Namespac
 
 
 def test_a_spec_that_is_stored_and_refused_says_why(namespace: Namespace) -> None:
-    namespace.apply(dataplane={"pixelFormat": "float32"})
+    namespace.apply(storage={"cache": {"sizeLimit": "1Gi"}})
     namespace.wait_for_ready("False", "Unsupported")
     namespace.apply(tokenizer={"uri": "s3://b/x"})
     namespace.wait_for_ready("False", "InvalidSpec")

@@ -94,7 +94,7 @@ def setting(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> It
     wait = "the namespace's service account"
     kubectl.wait_for(wait, lambda: kubectl.get_json("serviceaccount", "default", namespace="training"), 60)
     # Stored by a release that ran it, or at a time without a webhook.
-    kubectl.apply(json.dumps(dataset("old", dataplane={"pixelFormat": "float32"})))
+    kubectl.apply(json.dumps(dataset("old", storage={"cache": {"sizeLimit": "1Gi"}})))
     folder = tmp_path_factory.mktemp("webhook")
     authority = Authority(folder / "authority", "webhook")
     pair = authority.issue("server", "webhook", hosts=["127.0.0.1"])
@@ -118,7 +118,7 @@ def setting(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> It
         url = f"https://127.0.0.1:{port}"
         process.wait_until("ready", lambda: fault_of(f"{url}/readyz", authority), START_SECONDS)
         kubectl.apply(json.dumps(configuration(url, authority)))
-        wrong = json.dumps(dataset("wrong", dataplane={"pixelFormat": "float32"}))
+        wrong = json.dumps(dataset("wrong", storage={"cache": {"sizeLimit": "1Gi"}}))
         wait = "the API server to ask the webhook"
         kubectl.wait_for(wait, lambda: refuses(kubectl, wrong), 60)
         kubectl.apply(json.dumps(dataset("bagel-sft")))
@@ -259,15 +259,15 @@ def test_a_wrong_field_is_refused_at_apply_in_the_words_of_the_command_line(sett
     assert "spec.budgets.expectedTokens: must be at most maxTokens, 1024 (got 4096)" in setting.refusal(
         across
     )
-    assert "spec.dataplane.pixelFormat: is float32, which this release does not write yet" in setting.refusal(
-        dataset("wrong", dataplane={"pixelFormat": "float32"})
+    assert "spec.storage.cache: is set, this release keeps no cache yet" in setting.refusal(
+        dataset("wrong", storage={"cache": {"sizeLimit": "1Gi"}})
     )
 
 
 def test_what_was_stored_before_can_be_labelled_and_deleted_but_not_changed(setting: Setting) -> None:
     setting.kubectl("label", "bgds", "old", "--namespace=training", "team=a")
-    assert "is float32" in setting.refusal(
-        dataset("old", dataplane={"pixelFormat": "float32"}, snapshots={"everySteps": 7})
+    assert "is set, this release" in setting.refusal(
+        dataset("old", storage={"cache": {"sizeLimit": "1Gi"}}, snapshots={"everySteps": 7})
     )
     setting.kubectl("delete", "bgds", "old", "--namespace=training", "--dry-run=server")
 

@@ -120,7 +120,7 @@ def test_a_pod_that_names_a_missing_dataset_is_refused_and_told_which_there_are(
         (("budgets", "maxTokensPerSample"), 4096),
         (("groups", 0, "imageTransform", "stride"), 7),
         (("groups", 0, "type"), "T2I"),
-        (("dataplane",), {"pixelFormat": "float32"}),
+        (("storage", "cache"), {"sizeLimit": "1Gi"}),
         (("storage", "endpointURL"), "s3.storage.svc"),
     ],
 )

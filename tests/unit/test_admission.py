@@ -106,18 +106,15 @@ def test_a_wrong_field_is_refused_in_the_words_of_the_command_line(
 
 
 def test_what_this_release_does_not_run_is_refused() -> None:
-    message = verdict_on_dataset(
-        example(dataplane={"pixelFormat": "float32"}, storage={"cache": {"sizeLimit": "1Gi"}})
-    ).message
-    assert "spec.dataplane.pixelFormat: is float32, which this release does not write yet" in message
-    assert "spec.storage.cache: is set" in message
+    message = verdict_on_dataset(example(storage={"cache": {"sizeLimit": "1Gi"}})).message
+    assert "spec.storage.cache: is set, this release keeps no cache yet" in message
     groups = example()["spec"]["groups"]
     groups[0]["type"] = "t2i_pretraining"
     assert "is no registered type" in verdict_on_dataset(example(groups=groups)).message
 
 
 def test_what_is_stored_already_may_be_deleted_and_relabelled() -> None:
-    wrong = example(dataplane={"pixelFormat": "float32"})
+    wrong = example(storage={"cache": {"sizeLimit": "1Gi"}})
     labelled = json.loads(json.dumps(wrong))
     labelled["metadata"]["labels"] = {"team": "a"}
     leaving = json.loads(json.dumps(wrong))
@@ -178,11 +175,9 @@ def test_an_api_server_that_does_not_answer_is_said_so() -> None:
 
 
 def test_a_dataset_that_cannot_be_run_is_refused_in_the_words_of_the_command_line() -> None:
-    verdict = verdict_on_pod(pod(), FakeDatasets(example(dataplane={"pixelFormat": "float32"})))
+    verdict = verdict_on_pod(pod(), FakeDatasets(example(storage={"cache": {"sizeLimit": "1Gi"}})))
     assert not verdict.allowed
-    assert verdict.message.startswith(
-        "BagelDataset bagel-sft: spec.dataplane.pixelFormat: is float32, which this"
-    )
+    assert verdict.message.startswith("BagelDataset bagel-sft: spec.storage.cache: is set, this release")
 
 
 def test_what_is_wrong_with_the_pod_is_said() -> None:

@@ -89,11 +89,11 @@ def test_what_does_not_work_yet_and_unknown_types_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "unsupported.yaml"
-    text = EXAMPLE.read_text().replace("  dataplane:\n", "  dataplane:\n    pixelFormat: float32\n")
+    text = EXAMPLE.read_text().replace("  storage:\n", "  storage:\n    cache: {sizeLimit: 1Gi}\n")
     path.write_text(text.replace("type: t2i_pretrain", "type: t2i_pretraining"))
     code, _, err = outcome(capsys, "validate", path)
     assert code == 2
-    assert "spec.dataplane.pixelFormat: is float32, which this release does not write yet" in err
+    assert "spec.storage.cache: is set, this release keeps no cache yet" in err
     assert "spec.groups[0].type: is no registered type" in err
     assert "did you mean `t2i_pretrain`?" in err
 

@@ -132,10 +132,10 @@ def test_a_stored_spec_that_the_models_refuse_is_not_ready_in_the_words_of_the_c
 
 
 def test_what_this_release_does_not_run_is_called_unsupported() -> None:
-    world = World(build_resource(dataplane={"pixelFormat": "float32"}))
+    world = World(build_resource(storage={"cache": {"sizeLimit": "1Gi"}}))
     world.look()
     assert world.condition("Ready")["reason"] == "Unsupported"
-    assert "pixelFormat: uint8" in world.condition("Ready")["message"]
+    assert "spec.storage.cache" in world.condition("Ready")["message"]
 
 
 def test_a_spec_that_turns_bad_leaves_the_pods_their_config_map() -> None:
@@ -430,7 +430,7 @@ SPECS = st.sampled_from(
         {},
         {"budgets": OTHER_BUDGETS},
         {"budgets": {"expectedTokens": 10, "maxTokens": 5}},
-        {"dataplane": {"pixelFormat": "float32"}},
+        {"storage": {"cache": {"sizeLimit": "1Gi"}}},
         {"dataplane": {"image": "mine:2"}},
         {"groups": []},
     ]

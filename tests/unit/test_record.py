@@ -13,7 +13,15 @@ from hypothesis.extra import numpy as hnp
 
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import RingError
-from bagelplane.shm.record import PREFIX_BYTES, image_bytes, read_record, record_size, write_record
+from bagelplane.shm.record import (
+    PIXEL_FORMATS,
+    PREFIX_BYTES,
+    PixelFormat,
+    image_bytes,
+    read_record,
+    record_size,
+    write_record,
+)
 
 JSON = st.recursive(
     st.none()
@@ -64,16 +72,23 @@ def pack_of(**changes: Any) -> Pack:
     return Pack(**{**fields, **changes})
 
 
-def written(pack: Pack) -> memoryview:
-    buffer = memoryview(bytearray(record_size(pack)))
-    for number, view in enumerate(write_record(pack, buffer)):
-        view[:] = np.random.RandomState(number).randint(0, 256, view.shape, np.uint8)
+def written(pack: Pack, pixel_format: PixelFormat = "uint8") -> memoryview:
+    buffer = memoryview(bytearray(record_size(pack, pixel_format)))
+    for number, view in enumerate(write_record(pack, buffer, pixel_format)):
+        view[:] = values_of(number, view)
     return buffer
 
 
-@given(packs())
-def test_a_pack_survives_the_journey(pack: Pack) -> None:
-    back, images = read_record(written(pack))
+def values_of(number: int, view: np.ndarray) -> np.ndarray:
+    random = np.random.RandomState(number)
+    if view.dtype == np.uint8:
+        return random.randint(0, 256, view.shape, np.uint8)
+    return random.standard_normal(view.shape).astype(np.float32)
+
+
+@given(packs(), st.sampled_from(sorted(PIXEL_FORMATS)))
+def test_a_pack_survives_the_journey(pack: Pack, pixel_format: PixelFormat) -> None:
+    back, images = read_record(written(pack, pixel_format))
     for name in ("step", "scalars", "image_shapes", "vae_images", "vit_images", "patch_size", "state"):
         assert getattr(back, name) == getattr(pack, name), name
     assert list(back.arrays) == list(pack.arrays)
@@ -81,8 +96,9 @@ def test_a_pack_survives_the_journey(pack: Pack) -> None:
         assert back.arrays[name].dtype == array.dtype
         assert back.arrays[name].tobytes() == array.tobytes()
     for number, (shape, image) in enumerate(zip(pack.image_shapes, images, strict=True)):
-        assert image.shape == (*shape, 3)
-        assert np.array_equal(image, np.random.RandomState(number).randint(0, 256, image.shape, np.uint8))
+        assert image.dtype == pixel_format
+        assert image.shape == ((*shape, 3) if pixel_format == "uint8" else (3, *shape))
+        assert np.array_equal(image, values_of(number, image))
 
 
 def test_views_are_read_only_aligned_and_not_copied() -> None:
@@ -99,6 +115,7 @@ def test_places_of_images_depend_on_their_shapes_alone() -> None:
     pack = pack_of()
     changed = pack_of(scalars={"x": "y" * 1000}, arrays={}, state={"more": list(range(500))})
     assert image_bytes(pack.image_shapes) == 16 * 32 * 3 + 640
+    assert image_bytes(pack.image_shapes, "float32") == 16 * 32 * 3 * 4 + 2368
     places = []
     for one in (pack, changed):
         buffer = memoryview(bytearray(record_size(one)))
@@ -130,6 +147,21 @@ def test_a_place_too_short_is_an_error_with_both_numbers() -> None:
 def test_an_array_that_no_reader_expects_is_refused_by_name(array: np.ndarray) -> None:
     with pytest.raises(RingError, match="'odd'"):
         record_size(pack_of(arrays={"odd": array}))
+
+
+@pytest.mark.parametrize("number", [0, 3, 2**32 - 1])
+def test_a_pixel_format_of_tomorrow_is_refused_and_those_of_today_are_named(number: int) -> None:
+    buffer = written(pack_of())
+    buffer[12:16] = number.to_bytes(4, "little")
+    with pytest.raises(RingError, match=rf"pixel format {number}; expected .* pixel format 1 or 2"):
+        read_record(buffer)
+
+
+def test_a_record_of_bytes_is_too_short_to_be_one_of_floats() -> None:
+    buffer = written(pack_of(image_shapes=[(160, 320)], vit_images=[0]))
+    buffer[12:16] = (2).to_bytes(4, "little")
+    with pytest.raises(RingError, match="lie outside the record"):
+        read_record(buffer)
 
 
 @given(st.binary(max_size=300))

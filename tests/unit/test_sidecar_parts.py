@@ -37,6 +37,9 @@ def test_a_ring_holds_the_packs_asked_for_at_their_largest() -> None:
     largest = largest_pack_bytes(dataset)
     assert largest > 36_864 * 16 * 16 * 3, "every token an image's"
     assert ring_bytes(dataset) == 3 * largest
+    data["spec"]["dataplane"]["pixelFormat"] = "float32"
+    floats = largest_pack_bytes(type(dataset).from_mapping(data))
+    assert floats == largest + 3 * (36_864 * 16 * 16 * 3), "pixels are four times as large, all else is not"
 
 
 def test_a_ring_without_room_for_a_rank_nobody_told_of_is_a_matter_of_the_ranks(tmp_path: Path) -> None:

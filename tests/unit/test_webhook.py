@@ -114,12 +114,12 @@ def test_questions_are_answered_over_tls(cert_dir: Path, authority: Authority, h
                     True,
                     "JSONPatch",
                 )
-            question = review("BagelDataset", example(dataplane={"pixelFormat": "float32"}))
+            question = review("BagelDataset", example(storage={"cache": {"sizeLimit": "1Gi"}}))
             async with session.post(f"{root}/check-datasets", json=question) as answer:
                 response = (await answer.json())["response"]
                 assert not response["allowed"]
                 assert response["status"]["message"].startswith(
-                    "BagelDataset bagel-sft: spec.dataplane.pixelFormat: is float32"
+                    "BagelDataset bagel-sft: spec.storage.cache: is set"
                 )
 
     asyncio.run(scenario())

@@ -82,8 +82,8 @@ def _resource_page() -> Iterator[str]:
         "relative paths start from the folder that the program runs in.\n"
     )
     yield (
-        "This release runs [both profiles](../concepts/profiles.md) and both kinds of sharding, with `uint8` pixels "
-        "and without storage cache. `gs://` needs the package gcsfs, `az://` adlfs; neither is tested yet.\n"
+        "This release runs [both profiles](../concepts/profiles.md) and both kinds of sharding, "
+        "without storage cache. `gs://` needs the package gcsfs, `az://` adlfs; neither is tested yet.\n"
     )
     yield "Examples: [dataset.yaml](../examples/dataset.yaml), [minimal.yaml](../examples/minimal.yaml),"
     yield "[from-automodel.yaml](../examples/from-automodel.yaml).\n"

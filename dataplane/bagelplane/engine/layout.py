@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,9 @@ INT_ARRAYS = (
 )
 FLOAT_ARRAYS = ("packed_timesteps", "ce_loss_weights")
 IMAGE_MEAN = IMAGE_STD = (0.5, 0.5, 0.5)
+
+PixelEntry = tuple[str, Callable[[], Any]]
+"""A key of the mapping, and what makes the pixels under it."""
 
 
 class _Arrays:
@@ -146,10 +149,11 @@ def build_pack(
     With `all_keys` the yielded mapping has those of an empty kind too (profile Strict).
     """
     vae, vit = emitted_images(placed_samples, "vae_image"), emitted_images(placed_samples, "vit_image")
-    distinct: dict[tuple[str, int, int], tuple[int, PlannedImage]] = {}
+    distinct: dict[tuple[Any, ...], tuple[int, PlannedImage]] = {}
 
     def number_of(image: PlannedImage) -> int:
-        key = (image.source.key, image.height, image.width)
+        # Normalised otherwise it is another image: where floats travel, each lies there once.
+        key = (image.source.key, image.height, image.width, image.mean, image.std)
         return distinct.setdefault(key, (len(distinct), image))[0]
 
     vae_numbers, vit_numbers = [number_of(image) for image in vae], [number_of(image) for image in vit]
@@ -195,7 +199,27 @@ def assemble(pack: Pack, images: Sequence[np.ndarray]) -> dict[str, Any]:
     `images` are the pixels of `pack.image_shapes`: uint8 [h, w, 3], or float32 [3, h, w] already normalised.
     Nothing in the result refers to `images` or to the pack's arrays.
     """
-    arrays = {name: np.array(array) for name, array in pack.arrays.items()}
+    return arrange(
+        pack,
+        vae=("padded_images", lambda: pad_images(pack, images)),
+        vit=("packed_vit_tokens", lambda: patchify_images(pack, images)),
+    )
+
+
+def arrange(
+    pack: Pack,
+    *,
+    vae: PixelEntry,
+    vit: PixelEntry,
+    array: Callable[[Any], Any] = np.array,
+    mask: Callable[[Sequence[int], Sequence[str]], Any] | None = attention_mask,
+) -> dict[str, Any]:
+    """The mapping with pixels made by others: all else of it, each key in its place.
+
+    `vae` and `vit` are asked for pixels only where their keys belong. `array` makes the caller's own of an index
+    array. `mask` makes one sample's dense mask of its splits; without it `split_lens` and `attn_modes` stand there.
+    """
+    arrays = {name: array(values) for name, values in pack.arrays.items()}
     scalars, all_keys = pack.scalars, bool(pack.scalars.get("all_keys"))
     batch: dict[str, Any] = {
         "sequence_length": scalars["sequence_length"],
@@ -204,16 +228,18 @@ def assemble(pack: Pack, images: Sequence[np.ndarray]) -> dict[str, Any]:
         "packed_text_indexes": arrays["packed_text_indexes"],
         "packed_position_ids": arrays["packed_position_ids"],
     }
-    _assemble_attention(batch, scalars)
+    _arrange_attention(batch, scalars, mask)
     if pack.vae_images or all_keys:
-        batch["padded_images"] = pad_images(pack, images)
+        key, make_pixels = vae
+        batch[key] = make_pixels()
         batch["patchified_vae_latent_shapes"] = [
             tuple(shape) for shape in scalars["patchified_vae_latent_shapes"]
         ]
         batch["packed_latent_position_ids"] = arrays["packed_latent_position_ids"]
         batch["packed_vae_token_indexes"] = arrays["packed_vae_token_indexes"]
     if pack.vit_images or all_keys:
-        batch["packed_vit_tokens"] = patchify_images(pack, images)
+        key, make_pixels = vit
+        batch[key] = make_pixels()
         for name in ("packed_vit_position_ids", "packed_vit_token_indexes", "vit_token_seqlens"):
             batch[name] = arrays[name]
     if len(arrays["packed_timesteps"]) or all_keys:
@@ -226,16 +252,23 @@ def assemble(pack: Pack, images: Sequence[np.ndarray]) -> dict[str, Any]:
     return batch
 
 
-def _assemble_attention(batch: dict[str, Any], scalars: dict[str, Any]) -> None:
+def _arrange_attention(
+    batch: dict[str, Any],
+    scalars: dict[str, Any],
+    mask: Callable[[Sequence[int], Sequence[str]], Any] | None,
+) -> None:
     split_lens, attn_modes = list(scalars["split_lens"]), list(scalars["attn_modes"])
     if scalars["use_flex"]:
         padding = scalars["max_num_tokens"] - scalars["sequence_length"]
         batch["sample_lens"].append(padding)
         batch["split_lens"], batch["attn_modes"] = [*split_lens, padding], [*attn_modes, "causal"]
         return
+    if mask is None:
+        batch["split_lens"], batch["attn_modes"] = split_lens, attn_modes
+        return
     masks, begin = [], 0
     for count in scalars["sample_split_counts"]:
-        masks.append(attention_mask(split_lens[begin : begin + count], attn_modes[begin : begin + count]))
+        masks.append(mask(split_lens[begin : begin + count], attn_modes[begin : begin + count]))
         begin += count
     batch["nested_attention_masks"] = masks
 
@@ -246,7 +279,7 @@ def pad_images(pack: Pack, images: Sequence[np.ndarray]) -> np.ndarray:
     height, width = (max((shape[side] for shape in shapes), default=0) for side in (0, 1))
     ragged = any(shape != (height, width) for shape in shapes)
     padded = (np.zeros if ragged else np.empty)((len(shapes), 3, height, width), dtype=np.float32)
-    for place, number, (mean, std) in _emitted(pack.vae_images, pack.scalars["vae_normalisation"]):
+    for place, number, (mean, std) in emitted_pixels(pack, "vae"):
         target, pixels = padded[place, :, : shapes[place][0], : shapes[place][1]], images[number]
         if pixels.dtype == np.float32:
             target[...] = pixels
@@ -262,7 +295,7 @@ def patchify_images(pack: Pack, images: Sequence[np.ndarray]) -> np.ndarray:
     total = sum(counts[number] for number in pack.vit_images)
     vit_tokens = np.empty((total, patch * patch * 3), dtype=np.float32)
     begin = 0
-    for _, number, (mean, std) in _emitted(pack.vit_images, pack.scalars["vit_normalisation"]):
+    for _, number, (mean, std) in emitted_pixels(pack, "vit"):
         target, pixels = vit_tokens[begin : begin + counts[number]], images[number]
         if pixels.dtype == np.float32:
             rows, columns = pixels.shape[1] // patch, pixels.shape[2] // patch
@@ -274,8 +307,19 @@ def patchify_images(pack: Pack, images: Sequence[np.ndarray]) -> np.ndarray:
     return vit_tokens
 
 
-def _emitted(numbers: Sequence[int], normalisation: list[Any] | None) -> list[tuple[int, int, Any]]:
-    """(place, distinct image's number, (mean, std)) of each emitted image."""
+def write_planes(pack: Pack, images: Sequence[np.ndarray], planes: Sequence[np.ndarray]) -> None:
+    """Writes the pixels of `pack.image_shapes`, uint8 [h, w, 3], normalised into `planes`, float32 [3, h, w]."""
+    normalisation = {
+        number: part for _, number, part in (*emitted_pixels(pack, "vae"), *emitted_pixels(pack, "vit"))
+    }
+    for number, (pixels, out) in enumerate(zip(images, planes, strict=True)):
+        normalised_chw(out, pixels, *normalisation[number])
+
+
+def emitted_pixels(pack: Pack, kind: Literal["vae", "vit"]) -> list[tuple[int, int, Any]]:
+    """(place, distinct image's number, (mean, std)) of each emitted image of one kind."""
+    numbers = pack.vae_images if kind == "vae" else pack.vit_images
+    normalisation = pack.scalars[f"{kind}_normalisation"]
     return [
         (place, number, normalisation[place] if normalisation else (IMAGE_MEAN, IMAGE_STD))
         for place, number in enumerate(numbers)

@@ -29,7 +29,7 @@ def normalised_chw(
         raise ValueError(f"out is {out.dtype} {out.shape}, expected float32 {(3, height, width)}")
     writer = _plane_writer()
     if writer is not None and _is_for_writer(rgb, out):
-        writer.write(rgb, _tables(tuple(mean), tuple(std)), out)
+        writer.write(rgb, float_tables(tuple(mean), tuple(std)), out)
         return
     # Arithmetic on pixels as they lie, planes last. Planes first costs up to twice as much; a table of 256
     # floats two to three times, because NumPy widens each index to eight bytes.
@@ -67,8 +67,8 @@ def _is_for_writer(rgb: np.ndarray, out: np.ndarray) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """float32 [3, 256]: what each value of a byte becomes, by channel."""
+def float_tables(mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
+    """float32 [3, 256]: what each value of a byte becomes, by channel. Kept, so not to be written to."""
     values = np.repeat(np.arange(256, dtype=np.float32)[None, :, None], 3, axis=2)
     _normalise(values, mean, std)
     return np.ascontiguousarray(values[0].T)

@@ -24,7 +24,10 @@ from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
+import numpy as np
+
 from bagelplane.costs import Costs
+from bagelplane.engine.layout import write_planes
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import (
     BagelplaneError,
@@ -103,6 +106,8 @@ class Producer:
         self._ring: RingWriter | None = None
         self._stopping = threading.Event()
         self._reserved: memoryview | None = None
+        self._pixel_format = self._dataset.spec.dataplane.pixel_format
+        self._decoded: list[np.ndarray] = []  # where floats travel: the pixels that they are made of
         self._waited_seconds = 0.0
         self._step = setup.target_step
 
@@ -207,7 +212,10 @@ class Producer:
         if pack.step != self._step:
             raise RuntimeError(f"the stream gave step {pack.step} where {self._step} was to come")
         # Once more: what the stream found out while decoding (its state, say) may differ from the plan.
-        write_record(pack, place)
+        places = write_record(pack, place, self._pixel_format)
+        if self._pixel_format == "float32":
+            write_planes(pack, self._decoded, places)
+            self._decoded = []
         record = ring.publish(pack.step)
         self._step += 1
         self._send(
@@ -233,10 +241,14 @@ class Producer:
         assert self._ring is not None
         started = time.monotonic()
         self._reserved = None
-        buffer = self._ring.reserve(record_size(pack))
+        buffer = self._ring.reserve(record_size(pack, self._pixel_format))
         self._waited_seconds += time.monotonic() - started
         self._reserved = buffer
-        return write_record(pack, buffer)
+        places = write_record(pack, buffer, self._pixel_format)
+        if self._pixel_format == "uint8":
+            return places
+        self._decoded = [np.empty((*shape, 3), np.uint8) for shape in pack.image_shapes]
+        return list(self._decoded)
 
     def _take_reserved(self) -> memoryview:
         place, self._reserved = self._reserved, None
