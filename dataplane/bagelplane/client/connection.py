@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from bagelplane import __version__
 from bagelplane.errors import (
@@ -89,13 +89,26 @@ class _AbsentError(_BrokenError):
     """Nobody listens at the socket."""
 
 
+class RingMemory(Protocol):
+    """Who has to know which memory records are read from."""
+
+    def ring_opened(self, address: int, size_bytes: int) -> None:
+        """Records lie in there from now on."""
+
+    def ring_closed(self) -> None:
+        """No more; the memory may be gone when this returns."""
+
+
 class Connection:
     """A connection that is made when first needed. For one thread."""
 
-    def __init__(self, directory: Path, place: Place, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, directory: Path, place: Place, *, timeout_seconds: float, memory: RingMemory | None = None
+    ) -> None:
         self.directory = directory
         self.place = place
         self.timeout_seconds = timeout_seconds
+        self._memory = memory
         self.next_step = 0
         """Number of the pack that comes next; valid while attached."""
         self.offset, self.streams = 0, 0
@@ -106,6 +119,8 @@ class Connection:
         self._ring: RingReader | None = None
         self._epoch = 0
         self._doorbells: deque[Published] = deque()
+        self._read: deque[Record] = deque()  # given to the caller and not released, oldest first
+        self._trouble: Exception | None = None  # what `ready_record` ran into
         self._last_seen = "nothing yet"
         self._refusal = ""  # why the sidecar did not attach us the last time
 
@@ -121,13 +136,33 @@ class Connection:
     def next_record(self, resume: Resume) -> tuple[Record, memoryview]:
         """The next pack's record and its bytes in the ring, read-only; they stay until `release`.
 
-        `resume` is the place to attach at, should that be necessary (again).
+        The next one is that after those that were read and not released; should it be necessary to attach (again),
+        at `resume`, there are none of those.
         """
         return self._until_deadline("the next pack", resume, self._await_record)
 
+    def ready_record(self) -> tuple[Record, memoryview] | None:
+        """The same where it takes no waiting, else None.
+
+        Raises nothing: what it runs into is told by the next call that has to wait, when all that was read before
+        is handed over.
+        """
+        if self._ring is None or self._trouble is not None:
+            return None
+        try:
+            while not self._doorbells:
+                if self._receive(Published, time.monotonic()) is None:
+                    return None
+            return self._read_announced()
+        except (OSError, BagelplaneError) as error:
+            self._trouble = error
+            return None
+
     def confirm(self, record: Record) -> bool:
-        """Whether all that was read from the record is what the producer put there. If not, attach anew."""
-        if self._ring is not None and self._ring.is_intact(record):
+        """Whether all that was read from the record is what the producer put there. If not, read anew."""
+        if self._ring is None or record not in self._read:
+            return False  # the connection broke since
+        if self._ring.is_intact(record):
             return True
         self._drop(f"the producer began anew while step {record.step} was read")
         return False
@@ -137,6 +172,8 @@ class Connection:
 
         `stalled_seconds` is how long the trainer stood still for it; the sidecar counts that.
         """
+        assert self._read[0] == record
+        self._read.popleft()
         self.next_step = record.step + 1
         ack = Ack(record.step, stalled_seconds)
         try:
@@ -218,7 +255,11 @@ class Connection:
         self._last_seen = reason
         self._epoch = 0
         self._doorbells.clear()
+        self._read.clear()
+        self._trouble = None
         if self._ring is not None:
+            if self._memory is not None:
+                self._memory.ring_closed()
             self._ring.close()
             self._ring = None
         if self._socket is not None:
@@ -287,13 +328,24 @@ class Connection:
                 f"the ring {ring.path} is of another epoch", got=str(ring.epoch), expected=str(attached.epoch)
             )
         self._ring, self._epoch = ring, attached.epoch
+        if self._memory is not None:
+            self._memory.ring_opened(ring.address, ring.size_bytes)
 
     def _await(self, kind: type[M], deadline: float) -> M:
         """The next message of this kind. Doorbells are kept, `waiting` is remembered, `error` is raised."""
+        message = self._receive(kind, deadline)
+        if message is None:
+            raise _BrokenError(self._last_seen)
+        return message
+
+    def _receive(self, kind: type[M], deadline: float) -> M | None:
+        """The same, None when there is none at the deadline."""
+        if self._trouble is not None:
+            raise self._trouble
         while True:
             message = self._require_socket().receive(timeout_seconds=deadline - time.monotonic())
             if message is None:
-                raise _BrokenError(self._last_seen)
+                return None
             if isinstance(message, Published):
                 if message.epoch == self._epoch and message.step >= self.next_step:
                     self._doorbells.append(message)
@@ -318,16 +370,20 @@ class Connection:
             raise _BrokenError(self._last_seen)  # attaching was refused for now
 
     def _await_record(self, deadline: float) -> tuple[Record, memoryview]:
-        ring = self._ring
-        assert ring is not None
         while not self._doorbells:
             self._await(Published, deadline)
-        bell = self._doorbells[0]
-        if bell.step != self.next_step:
+        return self._read_announced()
+
+    def _read_announced(self) -> tuple[Record, memoryview]:
+        """What the first doorbell rang for."""
+        bell, expected = self._doorbells[0], self.next_step + len(self._read)
+        if bell.step != expected:
             raise ProtocolError(
-                "the sidecar left a step out", got=f"step {bell.step}", expected=f"step {self.next_step}"
+                "the sidecar left a step out", got=f"step {bell.step}", expected=f"step {expected}"
             )
         record = Record(bell.step, bell.offset_bytes, bell.length_bytes, bell.epoch)
-        payload = ring.read(record)
+        assert self._ring is not None
+        payload = self._ring.read(record)
         self._doorbells.popleft()
+        self._read.append(record)
         return record, payload

@@ -418,10 +418,10 @@ class MessageSocket:
             if body is not None:
                 return decode(body, self._accepted)
             # One look without waiting even when the deadline is past: what has arrived is given.
-            self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            self._sock.settimeout(max(deadline - time.monotonic(), 0.0))
             try:
                 chunk = self._sock.recv(65536)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 return None
             if not chunk:
                 raise ConnectionResetError("the other side closed the connection")
