@@ -7,8 +7,9 @@ What must not happen here: no Pillow, pyarrow, fsspec or pydantic, directly or i
 has NumPy, msgpack and torch), and no decoding. Torch is imported by `loader` alone, so the names below load
 when first asked for.
 
-The trainer's thread that iterates owns everything: the socket, the mapping of the ring and the state. There
-is no other thread. What was handed over belongs to the caller and refers to nothing of ours.
+The trainer's thread that iterates owns everything: the socket, the mapping of the ring and the state. Where packs are
+prefetched, one more thread converts what that one has read, and touches nothing else (`ahead`). What was handed over
+belongs to the caller and refers to nothing of ours.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 import torch.distributed
 
 from bagelplane.client.agreement import lowest_of_all
-from bagelplane.client.connection import Place
-from bagelplane.client.reader import DEFAULT_TIMEOUT_SECONDS, Image, NumpyReader
-from bagelplane.engine.layout import assemble
-from bagelplane.engine.pack import Pack
+from bagelplane.client.connection import Place, RingMemory
+from bagelplane.client.conversion import Conversion
+from bagelplane.client.devices import open_device, parse_device
+from bagelplane.client.reader import DEFAULT_TIMEOUT_SECONDS, NumpyReader
+from bagelplane.client.tensors import CpuTensors, DeviceTensors, Tensors
 from bagelplane.shm.protocol import Snapshotted
 
 logger = logging.getLogger(__name__)
@@ -29,15 +29,16 @@ class PackedLoader:
         for batch in loader:
             ...
 
-    Yields the mapping that Automodel's packer yields: same keys in the same order, same bits. A batch belongs
-    to the caller; nothing in it changes later. `state_dict` and `load_state_dict` follow torch's Stateful
-    protocol: saved after k packs, the loaded one continues with pack k (counted from 0), whatever was
-    prefetched.
+    Yields the mapping that Automodel's packer yields: same keys in the same order, same bits; or what `dtype`,
+    `normalise`, `pad`, `patchify` and `masks` say (docs/guides/client.md). A batch belongs to the caller; nothing in
+    it changes later. `state_dict` and `load_state_dict` follow torch's Stateful protocol: saved after k packs, the
+    loaded one continues with pack k (counted from 0), whatever was prefetched.
 
     `iter()` gives the loader itself: a second loop continues after the first one's last pack. It does not
     start again (there are no epochs: the stream has no end). The sidecar may restart; the loader attaches by
     itself and continues with the next pack. Not for use by two threads at once, nor in worker processes:
-    there is nothing to do for them.
+    there is nothing to do for them. Nor after a fork: connection and thread stay with the process that iterated, a
+    child makes a loader of its own.
     """
 
     def __init__(
@@ -49,6 +50,12 @@ class PackedLoader:
         world_size: int | None = None,
         generation: int | None = None,
         device: torch.device | str | int | None = None,
+        dtype: torch.dtype | str | None = None,
+        normalise: bool = True,
+        pad: bool = True,
+        patchify: bool = True,
+        masks: bool = True,
+        prefetch: int = 1,
         resume: Literal["latest", "none"] = "latest",
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
@@ -57,8 +64,12 @@ class PackedLoader:
         directory: the sidecar's run directory, or its socket in there; default `BAGELPLANE_DIR`.
         rank, world_size: default from torch.distributed when it is initialised, else RANK and WORLD_SIZE,
         else 0 of 1. local_rank: default LOCAL_RANK, else `rank`. generation: of the BagelDataset; default
-        `BAGELPLANE_GENERATION`. device: where all tensors shall be; default: in the CPU's memory. resume:
-        where to begin without a loaded state. latest: after the last acknowledged pack, or the newest
+        `BAGELPLANE_GENERATION`. device: where all tensors shall be; default: in the CPU's memory.
+            Pixels go there as uint8 and become floats there, the same bits.
+        dtype, normalise, pad, patchify, masks: what is wanted of a pack, see `Conversion`.
+        prefetch: packs converted ahead of the one handed over, by a thread of the loader's own, when they are ready in
+            the ring; each takes the memory of a batch. 0: the thread that iterates converts.
+        resume: where to begin without a loaded state. latest: after the last acknowledged pack, or the newest
             snapshot, or at the start, whichever the sidecar has first; none: at the start. With latest, and
             rank and world size from torch.distributed, all ranks begin at the lowest step that one of their
             sidecars has: take the first pack on every rank, and load a state on all or on none.
@@ -70,15 +81,19 @@ class PackedLoader:
             rank = torch.distributed.get_rank() if rank is None else rank
             world_size = torch.distributed.get_world_size() if world_size is None else world_size
         self._timeout_seconds = timeout_seconds
-        self._device = None if device is None else torch.device(device)
+        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        conversion = Conversion(name, normalise, pad, patchify, masks)
+        self._tensors, memory = _open_tensors(conversion, device)
         self._reader = NumpyReader(
             directory,
             rank=rank,
             local_rank=local_rank,
             world_size=world_size,
             generation=generation,
+            prefetch=prefetch,
             resume=resume,
             timeout_seconds=timeout_seconds,
+            memory=memory,
         )
 
     @property
@@ -91,7 +106,7 @@ class PackedLoader:
 
     def __next__(self) -> dict[str, Any]:
         self._agree()
-        return self._reader.take(self._convert)
+        return self._tensors.hand_over(self._reader.take(self._tensors.convert))
 
     @property
     def step(self) -> int:
@@ -158,14 +173,13 @@ class PackedLoader:
             self._reader.resume(position=agreed)
         self._must_agree = False
 
-    def _convert(self, pack: Pack, images: list[Image]) -> dict[str, Any]:
-        return {key: self._to_tensors(value) for key, value in assemble(pack, images).items()}
 
-    def _to_tensors(self, value: Any) -> Any:
-        """Arrays, alone or in a list, as tensors that take over their memory; anything else as it is."""
-        if isinstance(value, np.ndarray):
-            tensor = torch.from_numpy(value)
-            return tensor if self._device is None else tensor.to(self._device)
-        if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
-            return [self._to_tensors(item) for item in value]
-        return value
+def _open_tensors(
+    conversion: Conversion, device: torch.device | str | int | None
+) -> tuple[Tensors, RingMemory | None]:
+    """What makes the tensors, and whether it has to know of the ring's memory."""
+    target = torch.device("cpu") if device is None else parse_device(device)
+    if target.type == "cpu":
+        return CpuTensors(conversion), None
+    on_device = DeviceTensors(conversion, open_device(target))
+    return on_device, on_device

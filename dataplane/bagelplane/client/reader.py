@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from bagelplane.client.connection import DIRECTORY_VARIABLE, Connection, Place
-from bagelplane.engine.layout import assemble
+from bagelplane.client.ahead import Convert, ReadAhead
+from bagelplane.client.connection import DIRECTORY_VARIABLE, Connection, Place, RingMemory
+from bagelplane.client.conversion import Conversion, to_arrays
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.shm.protocol import Resume, Snapshot, Snapshotted, Status, StatusRequest
-from bagelplane.shm.record import read_record
+from bagelplane.shm.record import Image
 
 GENERATION_VARIABLE = "BAGELPLANE_GENERATION"
 STATE_VERSION = 1
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
-Image = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 
@@ -78,9 +76,9 @@ class NumpyReader:
     """Iterates over the packs of one rank, for ever, from where it stands.
 
     Yields the mapping that Automodel's packer yields: same keys in the same order, same bits, NumPy arrays
-    where that has tensors. A mapping belongs to the caller; nothing in it changes later. A pack is
-    acknowledged when it is handed over, so at most the pack being copied is taken twice, and a snapshot then
-    covers it.
+    where that has tensors; or what `conversion` says. A mapping belongs to the caller; nothing in it changes later.
+    A pack is acknowledged when it is handed over, so at most the pack being copied is taken twice, and a snapshot
+    then covers it. What is prefetched is not acknowledged: state, step and snapshots speak of what was handed over.
 
     `iter()` gives the reader itself: a second loop continues after the first one's last pack. It does not
     start again. If the sidecar restarts, the reader attaches by itself and continues with the pack after the
@@ -95,17 +93,28 @@ class NumpyReader:
         local_rank: int | None = None,
         world_size: int | None = None,
         generation: int | None = None,
+        conversion: Conversion | None = None,
+        prefetch: int = 0,
         resume: Literal["latest", "none"] = "latest",
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        memory: RingMemory | None = None,
     ) -> None:
         """Connects when the first pack is asked for, not here.
 
         directory: the sidecar's run directory, or its socket in there; default `BAGELPLANE_DIR`.
         rank, local_rank, world_size, generation: see `place_from_environment`.
+        conversion: what is wanted of a pack; default: the mapping of Automodel's packer.
+        prefetch: packs converted ahead of the one handed over, by a thread of the reader's own, when they are ready in
+            the ring; each takes the memory of a mapping. 0: the caller's thread converts.
         resume: where to begin without a loaded state. latest: after the last acknowledged pack, or the newest
             snapshot, or at the start, whichever the sidecar has first; none: at the start.
         timeout_seconds: longest wait for anything; its error names what it waited for and what it last saw.
+        memory: told of the memory of each ring that packs are read from.
         """
+        conversion = Conversion() if conversion is None else conversion
+        if conversion.dtype == "bfloat16":
+            raise SpecError("NumPy has no bfloat16", fix="take dtype float32 or float16, or use PackedLoader")
+        self._to_arrays = partial(to_arrays, conversion=conversion)
         where = default_directory() if directory is None else Path(directory)
         if where.is_socket():
             where = where.parent
@@ -115,8 +124,11 @@ class NumpyReader:
             raise SpecError(
                 "resume must be 'latest' or 'none'", got=repr(resume), fix="use resume() for a step"
             )
+        if type(prefetch) is not int or prefetch < 0:
+            raise SpecError("prefetch must be a number of packs, 0 or more", got=repr(prefetch))
         self.place = place_from_environment(rank, local_rank, world_size, generation)
-        self._connection = Connection(where, self.place, timeout_seconds=timeout_seconds)
+        self._connection = Connection(where, self.place, timeout_seconds=timeout_seconds, memory=memory)
+        self._ahead = ReadAhead(prefetch, timeout_seconds=timeout_seconds)
         self._resume = Resume(resume)
 
     # -- packs
@@ -125,10 +137,13 @@ class NumpyReader:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        return self.take(assemble)
+        return self.take(self._to_arrays)
 
     def next_pack(self) -> tuple[Pack, list[Image]]:
-        """The next pack as it travelled, copied: scalars, index arrays, images as uint8 [h, w, 3]."""
+        """The next pack as it travelled, copied: scalars, index arrays, images as uint8 [h, w, 3].
+
+        (Or float32 [3, h, w], normalised, where the resource says `pixelFormat: float32`.)
+        """
         return self.take(_copy)
 
     def packs(self) -> Iterator[tuple[Pack, list[Image]]]:
@@ -136,28 +151,36 @@ class NumpyReader:
         while True:
             yield self.next_pack()
 
-    def take(self, convert: Callable[[Pack, list[Image]], T]) -> T:
+    def take(self, convert: Convert[T]) -> T:
         """The next pack, as `convert` makes it from the views of the ring; its result must not refer to them.
 
-        `convert` is called again should the sidecar have restarted meanwhile: what it read may be torn then.
+        `convert` is called again should the sidecar have restarted meanwhile: what it read may be torn then. Where
+        packs are prefetched it is called by another thread, also for packs that are never handed over. What it
+        raises is raised here when it is that pack's turn; the next call tries the same pack again.
         The time that all this takes is what the caller stands still: it goes to the sidecar, which counts it.
         """
         begun = time.perf_counter()
+        ahead, connection = self._ahead, self._connection
         while True:
-            record, payload = self._connection.next_record(self._resume)
+            if not ahead:
+                ahead.append(*connection.next_record(self._resume), convert)
+            record = ahead.first
             try:
-                pack, images = read_record(payload)
-                result = convert(pack, images)
+                state, result = ahead.converted(convert)
             except Exception:
                 # Bytes that change while they are read may look like anything. A record that is whole is at
                 # fault.
-                if self._connection.confirm(record):
+                if connection.confirm(record):
                     raise
-                continue
-            if self._connection.confirm(record):
-                break
-        self._connection.release(record, stalled_seconds=time.perf_counter() - begun)
-        self._resume = Resume("state", record.step + 1, pack.state)
+            else:
+                if connection.confirm(record):
+                    break
+            ahead.clear()
+        ahead.pop()
+        connection.release(record, stalled_seconds=time.perf_counter() - begun)
+        self._resume = Resume("state", record.step + 1, state)
+        while ahead.has_room and (ready := connection.ready_record()) is not None:
+            ahead.append(*ready, convert)
         return result
 
     # -- place in the stream
@@ -225,7 +248,7 @@ class NumpyReader:
                 expected=f"rank {self.place.rank} of {self.place.world_size}",
                 fix="save each rank's state_dict under a key of its own",
             )
-        self._connection.close()
+        self.close()
         self._connection.spec_hash = str(state_dict.get("spec_hash") or "")
         if position is not None:
             step = _parse_position(position) // self.place.world_size
@@ -248,7 +271,7 @@ class NumpyReader:
                 "a place is a step or a position, a number from 0",
                 got=f"step {step!r}, position {position!r}",
             )
-        self._connection.close()
+        self.close()
         if position is None:
             self._resume = Resume("step", step)
         else:
@@ -265,7 +288,8 @@ class NumpyReader:
         return self._connection.request(StatusRequest(), Status, self._resume).status
 
     def close(self) -> None:
-        """Detaches. The next pack asked for attaches again, at the same place."""
+        """Detaches, and ends the thread that prefetched. The next pack asked for attaches again, at the same place."""
+        self._ahead.close()
         self._connection.close()
 
     def __enter__(self) -> Self:

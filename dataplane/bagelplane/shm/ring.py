@@ -33,6 +33,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from bagelplane.errors import RingError
 
 RING_MAGIC = b"BGLPRING"
@@ -507,6 +509,11 @@ class RingReader:
             raise
         self._view = memoryview(self._mapping)
         self._words = self._view[:HEADER_BYTES].cast("Q")
+
+    @property
+    def address(self) -> int:
+        """Where the file's `size_bytes` bytes begin in this process's memory."""
+        return int(np.frombuffer(self._view, np.uint8).ctypes.data)
 
     def read(self, record: Record) -> memoryview:
         """The payload of a published record, read-only and not copied.
