@@ -101,7 +101,8 @@ def test_a_batch_does_not_change_when_its_slot_is_used_again(tmp_path: Path, sta
 
 def test_a_batch_lies_on_the_device_asked_for(tmp_path: Path, stack: ExitStack) -> None:
     serve(stack, tmp_path)
-    batch = next(connect(stack, tmp_path, device="meta"))
+    # torch loads much at the first use of this device.
+    batch = next(connect(stack, tmp_path, device="meta", timeout_seconds=TIMEOUT_SECONDS * 5))
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     assert tensors
     assert {tensor.device.type for tensor in [*tensors, *batch["nested_attention_masks"]]} == {"meta"}
