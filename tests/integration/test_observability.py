@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bagelplane.client.reader import NumpyReader
 from bagelplane.errors import BagelplaneError
 from bagelplane.sidecar.metrics import METRICS, exposed_names
 from bagelplane.sidecar.report import SidecarStatus
 from tests.integration.sidecar_harness import (
+    FAKE_STREAM,
     REPOSITORY,
+    Process,
     Sidecar,
     fetch,
     free_port,
@@ -33,11 +39,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Sidecar] = []
 
     def start_one(
-        *, snapshots: bool = False, settings: Mapping[str, Any] | None = None, **orders: str
+        *, snapshots: bool = False, every: int = 2, settings: Mapping[str, Any] | None = None, **orders: str
     ) -> Any:
         port = free_port()
         where = tmp_path / "snapshots" if snapshots else None
-        dataset = make_dataset(snapshots=where, every=2, **orders)
+        dataset = make_dataset(snapshots=where, every=every, **orders)
         sidecar = Sidecar(tmp_path, dataset, status_port=port, **(settings or {}))
         started.append(sidecar)
         sidecar.wait_serving()
@@ -233,8 +239,98 @@ def test_a_sidecar_is_ready_before_its_trainers_and_not_while_one_waits_for_its_
 
 def wait_in_thread(action: Callable[[], object]) -> Callable[[], None]:
     """Begins it, and gives what waits for its end."""
-    import threading
-
     thread = threading.Thread(target=action)
     thread.start()
     return lambda: thread.join(30)
+
+
+# ---- logs
+
+
+def run_program(tmp_path: Path, *arguments: str, **orders: str) -> Process:
+    """`bagelplane run` on the fake stream, as a person starts it."""
+    resource = tmp_path / "dataset.json"
+    resource.write_text(
+        json.dumps(make_dataset(snapshots=tmp_path / "snapshots", every=2, **orders).to_mapping())
+    )
+    fixed = ("--dir", str(tmp_path / "run"), "--stream-factory", FAKE_STREAM)
+    return Process(tmp_path / "log", "bagelplane.cli.app", "run", str(resource), *fixed, *arguments)
+
+
+def log_lines(process: Process) -> list[dict[str, Any]]:
+    """Each line as what it has to be: a JSON object."""
+    lines = [json.loads(line) for line in process.log.read_text().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    return lines
+
+
+def test_a_log_of_json_has_one_object_a_line_with_rank_and_step_from_producers_too(tmp_path: Path) -> None:
+    process = run_program(tmp_path, "--log-format", "json")
+    try:
+        wait_for((tmp_path / "run/sidecar.sock").is_socket, "the socket", 120)
+        with NumpyReader(tmp_path / "run", timeout_seconds=120) as reader:
+            reader.resume(step=5)
+            for _ in range(4):
+                reader.next_pack()
+        process.popen.terminate()
+        assert process.wait(60) == 0
+        lines = log_lines(process)
+    finally:
+        process.kill()
+    planned = [line for line in lines if line["logger"] == "bagelplane.sidecar.producer"]
+    assert {(line["rank"], line["step"]) for line in planned} == {(0, 5)}, planned
+    complete = [line for line in lines if "is complete" in line["message"]]
+    assert (complete[0]["rank"], complete[0]["step"]) == (0, 6)
+    (attached,) = [line for line in lines if "attached at step 5" in line["message"]]
+    assert (attached["rank"], attached["step"]) == (0, 5)
+
+
+def test_what_ends_a_sidecar_is_a_line_of_its_log_of_json(tmp_path: Path) -> None:
+    process = run_program(tmp_path, "--log-format", "json", refuse="there are no files")
+    try:
+        assert process.wait(120) == 5
+        last = log_lines(process)[-1]
+    finally:
+        process.kill()
+    assert last["level"] == "critical"
+    assert "there are no files" in last["message"]
+    assert "Fix: another resource" in last["message"]
+
+
+# ---- top
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_top_shows_eight_ranks_of_a_running_sidecar(start: Start) -> None:
+    sidecar, port = start(snapshots=True, every=50, pack_seconds="0.05", settings={"local_ranks": 8})
+    ending = threading.Event()
+
+    def train(rank: int) -> None:
+        with sidecar.reader(rank, 8, timeout_seconds=300.0) as reader:
+            while not ending.is_set():
+                reader.next_pack()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: min_acknowledged(port) >= 3, "packs of all ranks", 300)
+        wait_for(lambda: status_of(port)["snapshots"]["completed"], "a snapshot", 300)
+        for where in (["--dir", str(sidecar.directory)], ["--url", f"http://127.0.0.1:{port}"]):
+            command = [sys.executable, "-m", "bagelplane.cli.app", "top", "--once", *where]
+            frame = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+            print(frame)
+            rows = [line.split() for line in frame.splitlines() if "░" in line or "█" in line]
+            assert [row[:2] for row in rows] == [[str(rank), "ready"] for rank in range(8)]
+            assert "world size 8 · ready" in frame
+            assert "snapshots: step" in frame
+    finally:
+        ending.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def min_acknowledged(port: int) -> int:
+    counts = [rank["packs_acknowledged"] for rank in status_of(port)["ranks"]]
+    return min(counts) if len(counts) == 8 else 0

@@ -45,6 +45,7 @@ COMMANDS = (
     ),
     Command("find", "bagelplane.cli.find:find", "At which steps one row is trained on, or why it is not."),
     Command("run", "bagelplane.cli.run:run", "Start the sidecar for the trainers on this machine."),
+    Command("top", "bagelplane.cli.top:top", "Watch a running sidecar in the terminal."),
     Command(
         "inject",
         "bagelplane.cli.inject:inject_command",

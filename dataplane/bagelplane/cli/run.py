@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from bagelplane.errors import SpecError
+from bagelplane.errors import BagelplaneError, SpecError
+from bagelplane.logs import FORMAT_VARIABLE, LogFormat, configure_logs
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY
 from bagelplane.sidecar.rundir import DIRECTORY_VARIABLE, default_directory
 from bagelplane.sidecar.supervisor import SidecarSettings, run_sidecar
 from bagelplane.spec import load_dataset, refuse_unsupported
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+log = logging.getLogger(__name__)
 
 
 def run(
@@ -68,6 +71,13 @@ def run(
     log_level: Annotated[
         LogLevel, typer.Option(help="Least level of the log, which goes to stderr.")
     ] = "info",
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(
+            envvar=FORMAT_VARIABLE,
+            help="text for people; json for programs: one object a line, with rank and step where it is about one.",
+        ),
+    ] = "text",
     stream_factory: Annotated[str, typer.Option(hidden=True)] = DEFAULT_STREAM_FACTORY,
 ) -> None:
     """Serve packs of a dataset to the trainers on this machine, until SIGTERM or Ctrl-C.
@@ -78,17 +88,8 @@ def run(
 
     Example: bagelplane run dataset.yaml --ranks 2 --status-port 8090
     """
-    resource = load_dataset(dataset)
-    refuse_unsupported(resource, str(dataset))
     level = getattr(logging, log_level.upper())
-    # Ours as asked for; of the libraries below, only what somebody should look at.
-    logging.basicConfig(
-        level=max(level, logging.WARNING),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
-    logging.getLogger("bagelplane").setLevel(level)
+    configure_logs(level, log_format)
     local_ranks, world_size = expected_ranks(os.environ)
     local_ranks = ranks or local_ranks
     settings = SidecarSettings(
@@ -103,8 +104,24 @@ def run(
         any_user=any_user,
         stream_factory=stream_factory,
         log_level=level,
+        log_format=log_format,
     )
-    raise typer.Exit(run_sidecar(resource, settings))
+    with _last_words(log_format):
+        resource = load_dataset(dataset)
+        refuse_unsupported(resource, str(dataset))
+        raise typer.Exit(run_sidecar(resource, settings))
+
+
+@contextlib.contextmanager
+def _last_words(log_format: LogFormat) -> Iterator[None]:
+    """With a log of JSON, what ends the sidecar is a line of it, and not one for people."""
+    try:
+        yield
+    except BagelplaneError as error:
+        if log_format != "json":
+            raise
+        log.critical("%s", error)
+        raise typer.Exit(error.exit_code) from None
 
 
 def parse_resume(text: str) -> Literal["latest", "none"] | int:

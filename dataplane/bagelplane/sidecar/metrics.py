@@ -125,7 +125,10 @@ _NAMED = {
         _of_histogram("stall_seconds", "trainer_stall_seconds"),
     ),
     "trainer_wait_seconds": _counter(
-        "Time that a trainer was connected and no pack was ready for it.", "trainer_wait_seconds"
+        "Time that a trainer was connected and the ring was empty.", "trainer_wait_seconds"
+    ),
+    "trainer_awaited_seconds": _gauge(
+        "How long the ring has been empty for a connected trainer; 0 while a pack is ready.", "awaited_seconds"
     ),
     "ring_wait_seconds": _counter("Time that the producer waited for room in the ring.", "ring_wait_seconds"),
     "decode_seconds": _counter("Decoding and resizing, summed over threads.", "decode_seconds"),

@@ -38,6 +38,7 @@ from bagelplane.errors import (
     StorageError,
     TransientStorageError,
 )
+from bagelplane.logs import LogFormat, configure_logs
 from bagelplane.shm.record import Image, record_size, write_record
 from bagelplane.shm.ring import RingStoppedError, RingWriter
 from bagelplane.sidecar.control import Frame, receive_frame, send_frame
@@ -91,6 +92,7 @@ class ProducerSetup:
     known_bad: dict[str, str] = field(default_factory=dict)
     stream_factory: str = DEFAULT_STREAM_FACTORY
     log_level: int = logging.INFO
+    log_format: LogFormat = "text"
 
     def as_frame(self) -> Frame:
         return {"type": "setup", **asdict(self)}
@@ -135,6 +137,10 @@ class Producer:
                 self._send_failure(BagelplaneError(what, fix="the sidecar's log has more"))
                 return 1
         return 0
+
+    def log_subject(self) -> Mapping[str, int]:
+        """What its log lines are about, whatever thread writes them: the step being made."""
+        return {"rank": self._setup.rank, "step": self._step}
 
     # -- main thread
 
@@ -339,12 +345,10 @@ def main() -> None:
         os._exit(1)
     del frame["type"]
     setup = ProducerSetup(**frame)
-    logging.basicConfig(
-        level=max(setup.log_level, logging.WARNING),
-        format=f"%(asctime)s %(levelname)s rank={setup.rank} %(name)s: %(message)s",
-    )
-    logging.getLogger("bagelplane").setLevel(setup.log_level)
-    status = Producer(setup, control).run()
+    producer = Producer(setup, control)
+    text_format = f"%(asctime)s %(levelname)s rank={setup.rank} %(name)s: %(message)s"
+    configure_logs(setup.log_level, setup.log_format, text_format=text_format, subject=producer.log_subject)
+    status = producer.run()
     logging.shutdown()
     # Not the interpreter's way out: it would wait for decode threads, and those may wait for storage.
     os._exit(status)

@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from bagelplane.engine.elastic import merge_states
 from bagelplane.errors import BagelplaneError
+from bagelplane.logs import log_about
 from bagelplane.shm.protocol import Published
 from bagelplane.sidecar.control import Frame, encode_frame, read_frame
 from bagelplane.sidecar.producer import ProducerSetup
@@ -175,6 +176,10 @@ class RankServer:
         if self.phase == "stopped":
             raise RankStoppedError(f"the producer of rank {self.rank} was stopped", fix="attach again")
 
+    def log_subject(self) -> Mapping[str, int]:
+        """What lines about this rank are about."""
+        return {"rank": self.rank, "step": self.progress.next_step}
+
     @property
     def ready_packs(self) -> int:
         """Packs in the ring that the trainer has not taken."""
@@ -257,6 +262,7 @@ class RankServer:
     # -- the producer's life
 
     async def _keep_alive(self) -> None:
+        log_about(self.log_subject)
         try:
             while not self._is_over():
                 await self._run_once()

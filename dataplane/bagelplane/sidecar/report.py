@@ -86,7 +86,10 @@ class RankStatus(StatusModel):
     decode_seconds: float = field("Decoding and resizing, summed over threads.", unit="seconds")
     ring_wait_seconds: float = field("Time the producer waited for room in the ring.", unit="seconds")
     trainer_wait_seconds: float = field(
-        "Time that a trainer was connected and no pack was ready for it.", unit="seconds"
+        "Time that a trainer was connected and the ring was empty.", unit="seconds"
+    )
+    awaited_seconds: float = field(
+        "How long that has been so by now; 0 while a pack is ready, or no trainer connected.", unit="seconds"
     )
     trainer_stall_seconds: float = field(
         "Time that the trainer stood still for packs, as it measured itself: waiting, reading, converting.",
@@ -157,7 +160,7 @@ def build_status(
         uptime_seconds=max(0.0, time.time() - supervisor.started),
         expected_ranks=supervisor.settings.local_ranks,
         world_size=world_size or None,
-        ready=supervisor.ready,
+        ready=all(server.has_pack and server.phase == "ready" for server in supervisor.servers.values()),
         problem=problem,
         ranks=tuple(_rank_status(server, max_tokens) for _, server in sorted(supervisor.servers.items())),
         known_bad_images=known_bad_images,
@@ -210,6 +213,7 @@ def _rank_status(server: RankServer, max_tokens: int) -> RankStatus:
         decode_seconds=tally.decode_seconds,
         ring_wait_seconds=tally.ring_wait_seconds,
         trainer_wait_seconds=tally.trainer_wait_seconds,
+        awaited_seconds=server.awaited_seconds if server.listener is not None else 0.0,
         trainer_stall_seconds=tally.stalls.sum,
         pack_seconds=_histogram(tally.work),
         stall_seconds=_histogram(tally.stalls),

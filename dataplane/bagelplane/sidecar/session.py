@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from bagelplane.errors import BagelplaneError, ProtocolError
+from bagelplane.logs import log_about
 from bagelplane.shm.protocol import (
     ERROR_CODES,
     Ack,
@@ -142,6 +143,7 @@ class Session:
             self._attaching = None
         # From here on nothing may be awaited: packs that become ready meanwhile would be announced twice.
         self._server = server
+        log_about(server.log_subject)
         records = server.attach(self, next_step)
         self._announced = next_step
         place = server.progress.position(next_step), self._supervisor.streams

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from bagelplane.costs import Costs
 from bagelplane.errors import BagelplaneError, SnapshotError, TransientStorageError
+from bagelplane.logs import log_about
 from bagelplane.sidecar.retention import Retention
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 
@@ -68,6 +69,9 @@ class _Job:
     @property
     def name(self) -> str:
         return f"{self.topology.unit} {self.step}"
+
+    def log_subject(self) -> Mapping[str, int]:
+        return {"rank": self.rank, self.topology.unit: self.step}
 
 
 @dataclass(slots=True)
@@ -172,6 +176,7 @@ class SnapshotWriter:
         while True:
             while self._jobs:
                 self._current = job = self._jobs.pop(0)
+                log_about(job.log_subject)
                 try:
                     uri = await self._write(job)
                 except BagelplaneError as error:

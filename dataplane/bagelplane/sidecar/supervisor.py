@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bagelplane.errors import RingError, SnapshotError, SpecError, StorageError, TransientStorageError
+from bagelplane.logs import LogFormat
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
@@ -62,6 +63,7 @@ class SidecarSettings:
     """Trainers of other users may attach: the directory is reached by this pod alone."""
     stream_factory: str = DEFAULT_STREAM_FACTORY
     log_level: int = logging.INFO
+    log_format: LogFormat = "text"
 
 
 def run_sidecar(dataset: BagelDataset, settings: SidecarSettings) -> int:
@@ -269,6 +271,7 @@ class Supervisor:
                 known_bad=self._known_bad,
                 stream_factory=self.settings.stream_factory,
                 log_level=self.settings.log_level,
+                log_format=self.settings.log_format,
             )
 
         server = RankServer(
@@ -472,11 +475,6 @@ class Supervisor:
         log.info("ended %.1f s before the deadline", deadline - time.monotonic())
 
     # -- status
-
-    @property
-    def ready(self) -> bool:
-        """Whether every rank that was started has a pack."""
-        return all(server.has_pack and server.phase == "ready" for server in self.servers.values())
 
     def status(self) -> dict[str, Any]:
         """What /v1/status and the `status` message say; JSON-able (`report.SidecarStatus`)."""
