@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from bagelplane.packing.takeover import states_of_ranks, write_snapshot
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY
+from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset
 from tests.golden.hashing import describe, differences
 from tests.integration.sidecar_harness import Sidecar
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+PEER = Path(__file__).parents[1] / "fixtures" / "peer"
 RECORDINGS = sorted(GOLDEN.glob("stream_*.json"))
 
 
@@ -141,3 +144,21 @@ def test_a_recorded_stream_comes_through_the_sidecar_over_a_restart(recording: P
         finally:
             sidecar.kill()
     assert begun == [len(packs) for packs in ranks]
+
+
+def test_the_sidecar_goes_on_from_a_checkpoint_of_automodel(tmp_path: Path) -> None:
+    """One with a sample in its buffer."""
+    recorded = json.loads((GOLDEN / "stream_e_tight.json").read_text())
+    dataset = resource_of(recorded["config"], GOLDEN / "data", tmp_path / "snapshots")
+    store = open_snapshot_store(dataset)
+    assert store is not None
+    step, states = states_of_ranks(dataset, [PEER / "state_e_tight_rank0_after2.pt"])
+    write_snapshot(store, dataset, step, states)
+    sidecar = Sidecar(tmp_path, dataset, stream_factory=DEFAULT_STREAM_FACTORY, local_ranks=1)
+    try:
+        sidecar.wait_serving()
+        for number, (_, pack) in zip(range(step, step + 8), take(sidecar, 1, [8]), strict=True):
+            assert not differences(pack, recorded["ranks"]["0"][number], f"pack {number}"), sidecar.tail()
+        assert sidecar.terminate() == 0, sidecar.tail()
+    finally:
+        sidecar.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -12,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagelplane.engine.rng import (
+    Draws,
     LiveDraws,
     ReplayedDraws,
     StreamRandom,
+    each_outcome,
+    follows,
     mark_from_json,
     mark_to_json,
     stream_seed,
@@ -151,3 +155,48 @@ def test_a_choice_from_nothing_draws_nothing() -> None:
 def test_a_replay_that_needs_more_than_was_drawn_says_so() -> None:
     with pytest.raises(SnapshotError, match="more draws"):
         all_draws(ReplayedDraws([1, True]))
+
+
+def asked(draws: Draws) -> list[Any]:
+    """What a row may ask, depending on what it got."""
+    count = draws.integer(2, 4)
+    asked: list[Any] = [count]
+    if draws.chance(0.5):
+        return [*asked, "subset", *draws.subset(4, count)]
+    return [*asked, *(draws.choice(count) for _ in range(2))]
+
+
+def test_every_outcome_is_given_once() -> None:
+    found = [(asked(draws), draws.outcomes) for draws in each_outcome()]
+    assert len(found) == (math.comb(4, 2) + 2 * 2) + (math.comb(4, 3) + 3 * 3)
+    assert len({str(answer) for answer, _ in found}) == len(found)
+    for answer, outcomes in found:
+        assert asked(ReplayedDraws(list(outcomes))) == answer, "and a state's replay gives it again"
+
+
+def test_what_a_stream_draws_is_among_the_outcomes() -> None:
+    everything = [asked(draws) for draws in each_outcome()]
+    rng = StreamRandom(5)
+    assert all(asked(LiveDraws(rng)) in everything for _ in range(200))
+
+
+def test_a_row_that_draws_nothing_has_one_outcome() -> None:
+    assert [draws.outcomes for draws in each_outcome()] == [[]]
+
+
+def words_of(rng: StreamRandom) -> list[np.ndarray]:
+    python, numpy = rng.mark()
+    return [np.array(python[1][:-1], dtype=np.uint32), numpy[1]]
+
+
+@pytest.mark.parametrize("draws", [0, 1, 311, 312, 313, 5000])
+def test_a_generator_follows_from_its_own_seed_alone(draws: int) -> None:
+    rng = StreamRandom(4396)
+    for _ in range(draws):
+        rng.python.random()
+        rng.numpy.random_sample()
+    for own, other, now in zip(
+        words_of(StreamRandom(4396)), words_of(StreamRandom(4397)), words_of(rng), strict=True
+    ):
+        assert follows(own, now, limit_blocks=1000)
+        assert not follows(other, now, limit_blocks=1000)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bagelplane.cli.import_checkpoint import import_checkpoint
 from bagelplane.cli.output import Format, FormatOption, print_json, print_line, print_table
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.sidecar.snapshots import Manifest, SnapshotEntry, SnapshotStore
@@ -16,6 +17,8 @@ from bagelplane.spec import load_dataset
 from bagelplane.storage import StorageSettings, open_storage
 
 app = typer.Typer(help="Look at the snapshots of a run.", no_args_is_help=True)
+
+app.command("import")(import_checkpoint)
 
 Target = Annotated[
     str, typer.Argument(help="The resource file, or the URI of the snapshots.", show_default=False)

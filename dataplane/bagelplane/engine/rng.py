@@ -7,8 +7,10 @@ user code that seeds or uses the global generators changes nothing here.
 from __future__ import annotations
 
 import base64
+import itertools
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -201,3 +203,82 @@ class ReplayedDraws:
                 "a buffered sample's row needs more draws than its state recorded",
                 fix="the data or the code has changed since; resume from a snapshot of the present data",
             ) from None
+
+
+def each_outcome() -> Iterator[Draws]:
+    """Draws that give, one after the other, every combination of outcomes that a row can ask for.
+
+    Each is to be used for the row before the next is taken: what a row asks depends on what it got.
+    """
+    taken: list[int] = []
+    while True:
+        draws = _ListedDraws(taken)
+        yield draws
+        taken = [*draws.taken]
+        while taken and taken[-1] + 1 >= draws.options[len(taken) - 1]:
+            taken.pop()
+        if not taken:
+            return
+        taken[-1] += 1
+
+
+class _ListedDraws:
+    """Gives the outcomes of these numbers among all that there are, then the first of each."""
+
+    def __init__(self, begin: Sequence[int]) -> None:
+        self._begin = begin
+        self.outcomes: list[Any] = []
+        self.taken: list[int] = []
+        self.options: list[int] = []
+
+    def choice(self, count: int) -> int:
+        if count <= 0:
+            raise IndexError("nothing to choose from")
+        return self._give(count, int)
+
+    def chance(self, probability: float) -> bool:
+        return self._give(2, bool)
+
+    def integer(self, low: int, high: int) -> int:
+        return self._give(high - low, lambda number: low + number)
+
+    def subset(self, count: int, size: int) -> list[int]:
+        chosen = itertools.combinations(range(count), size)
+        return self._give(
+            math.comb(count, size), lambda number: list(next(itertools.islice(chosen, number, None)))
+        )
+
+    def _give(self, options: int, outcome: Callable[[int], Outcome]) -> Outcome:
+        place = len(self.taken)
+        number = self._begin[place] if place < len(self._begin) else 0
+        self.taken.append(number)
+        self.options.append(options)
+        self.outcomes.append(outcome(number))
+        given: Outcome = self.outcomes[-1]
+        return given
+
+
+def follows(begin: Sequence[int] | np.ndarray, words: np.ndarray, limit_blocks: int) -> bool:
+    """Whether a twister that was seeded to the words `begin` comes to the words `words`.
+
+    (A Mersenne twister makes its numbers in blocks of 624, and its state is the last block before it is tempered.)
+    """
+    if np.array_equal(begin, words):
+        return True
+    twister = np.random.MT19937()
+    key = np.asarray(begin, dtype=np.uint32)
+    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": _MT_WORDS}}
+    wanted, at_once = _tempered(np.asarray(words, dtype=np.uint32)), 1000
+    for _ in range(-(-limit_blocks // at_once)):
+        blocks = twister.random_raw(at_once * _MT_WORDS).astype(np.uint32).reshape(at_once, _MT_WORDS)
+        if np.any(np.all(blocks == wanted, axis=1)):
+            return True
+    return False
+
+
+def _tempered(words: np.ndarray) -> np.ndarray:
+    mixed = words ^ (words >> 11)
+    mixed ^= (mixed << 7) & np.uint32(0x9D2C5680)
+    mixed ^= (mixed << 15) & np.uint32(0xEFC60000)
+    tempered: np.ndarray = mixed ^ (mixed >> 18)
+    return tempered

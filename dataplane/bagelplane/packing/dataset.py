@@ -32,7 +32,14 @@ from bagelplane.packing.config import (
 )
 from bagelplane.packing.groups import StoredGroupDataset, open_group, position_after, status_of
 from bagelplane.packing.sequence_status import append_sample, fresh_status, status_to_tensors
-from bagelplane.packing.state import STATE_VERSION, ResumePoint, StateError, parse_state, rng_to_json
+from bagelplane.packing.state import (
+    STATE_VERSION,
+    ResumePoint,
+    StateError,
+    parse_state,
+    planner_state,
+    rng_to_json,
+)
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.registry import STORED_TYPES, custom_type
 from bagelplane.sources.tokenizer import text_encoder
@@ -227,16 +234,8 @@ class PackedDataset(IterableDataset[dict[str, Any]]):
             position if state is None else self._position(number, state, iteration.worker_id, position)
             for number, (state, position) in enumerate(zip(resume.groups, start.groups, strict=True))
         ]
-        state = {
-            "version": STATE_VERSION,
-            "packs": resume.yielded_batches,
-            "rng": resume.rng or mark_to_json(start.rng),
-            "buffer": resume.buffer,
-            "groups": [
-                {"name": config.name, "position": position}
-                for config, position in zip(self._configs, positions, strict=True)
-            ],
-        }
+        rng = resume.rng or mark_to_json(start.rng)
+        state = planner_state(resume, [config.name for config in self._configs], positions, rng)
         try:
             iteration.stream.load_state(state)
         except SnapshotError as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from bagelplane.engine import planner
 from bagelplane.engine.raw_samples import sample_from_mapping, sample_to_json
 from bagelplane.engine.rng import mark_from_json, mark_to_json
 from bagelplane.errors import SnapshotError
@@ -75,6 +76,21 @@ def parse_state(state: Any, group_names: Sequence[str]) -> ResumePoint:
             expected="what state_dict() of this class or of Automodel's gave",
             fix="use another checkpoint",
         ) from error
+
+
+def planner_state(
+    resume: ResumePoint, names: Sequence[str], positions: Sequence[Any], rng: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The same as `PackPlanner` takes it, with the position of each group."""
+    return {
+        "version": planner.STATE_VERSION,
+        "packs": resume.yielded_batches,
+        "rng": rng,
+        "buffer": resume.buffer,
+        "groups": [
+            {"name": name, "position": position} for name, position in zip(names, positions, strict=True)
+        ],
+    }
 
 
 def rng_to_json(rng: Any) -> dict[str, Any] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from bagelplane.engine.rng import Draws, LiveDraws, ReplayedDraws, StreamRandom
+from bagelplane.engine.rng import Draws, LiveDraws, ReplayedDraws, StreamRandom, each_outcome
 from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import PlanContext, RowDropped, Sample
 from bagelplane.errors import DataError
@@ -130,11 +132,25 @@ class StoredGroup:
         return rows
 
     def from_reference(self, reference: dict[str, Any]) -> Sample:
-        unit, block, row = (int(number) for number in reference["row"])
+        unit, block, row = self._checked(reference["row"])
+        return self._plan(unit, block, row, ReplayedDraws(list(reference["draws"])))
+
+    def samples_of(self, position: Sequence[int], limit: int) -> Iterator[Sample]:
+        """All samples that the row at a position may become, by other draws; the first `limit` of them.
+
+        Those that would be dropped are left out. Raises ValueError when there is no such row.
+        """
+        unit, block, row = self._checked(position)
+        for draws in itertools.islice(each_outcome(), limit):
+            with contextlib.suppress(RowDropped):
+                yield self._plan(unit, block, row, draws)
+
+    def _checked(self, position: Sequence[int]) -> tuple[int, int, int]:
+        unit, block, row = (int(number) for number in position)
         if (
             not 0 <= unit < len(self._units)
             or (rows := self._block(unit, block)) is None
             or not 0 <= row < len(rows)
         ):
-            raise ValueError(f"group {self.name}: buffered row {reference['row']} does not exist")
-        return self._plan(unit, block, row, ReplayedDraws(list(reference["draws"])))
+            raise ValueError(f"group {self.name}: buffered row {list(position)} does not exist")
+        return unit, block, row
