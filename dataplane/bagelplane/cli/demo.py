@@ -392,6 +392,7 @@ class Demo:
             ("plan.png", "fill, mix, images and drops of the next packs"),
             ("dataset.yaml", "the resource that was run; dataset-local.yaml reads the same data from files:"),
             ("", f"bagelplane plan {_relative(self._local)}"),
+            ("", f"bagelplane explain {_relative(self._local)} --step 1 --rank 1 --world-size {WORLD_SIZE}"),
             ("logs/", "what sidecar, ranks and server said"),
         ):
             if (self._folder / name).exists():
