@@ -217,7 +217,9 @@ def test_snapshots_of_another_topology_are_refused_with_both_sides(tmp_path: Pat
     store = store_of(dataset)
     for rank in range(2):
         store.write_rank(1, rank, StreamTopology(2, 0), take(dataset, Topology(rank, 2, 0), 1))
-    with pytest.raises(SnapshotError, match=r"world size 2 with 0 workers.*expected world size 4"):
+    with pytest.raises(
+        SnapshotError, match=r"world size 2 with 0 workers.*expected world size 4.*--from-start"
+    ):
         explain_pack(dataset, PackAddress(0, 4, 2), store)
 
 

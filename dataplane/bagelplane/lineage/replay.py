@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from bagelplane.engine.elastic import (
     packs_known,
 )
 from bagelplane.engine.planner import PackPlan
-from bagelplane.errors import SpecError
+from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.sidecar.elastic import stored_states
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.spec import BagelDataset
@@ -127,7 +128,8 @@ def address_of(
 
 def stored_world_size(store: SnapshotStore | None) -> int | None:
     """How many ranks wrote the newest snapshot; None where there is none."""
-    manifest = None if store is None else store.nearest(None)
+    with _other_way_out():
+        manifest = None if store is None else store.nearest(None)
     return None if manifest is None else manifest.topology.world_size
 
 
@@ -150,11 +152,12 @@ class Replay:
         self._verify = verify and not self._is_pure
         state, known_bad, self._known_until = None, dict[str, str](), 0
         if store is not None:
-            topology = _stream_topology(dataset, reader)
-            newest = store.nearest(None, topology)
-            self._known_until = 0 if newest is None else reader.packs_behind(newest.step)
-            known_bad = {} if self._is_pure else store.load_known_bad()
-            state = _stored_state(store, topology, reader, target)
+            with _other_way_out():
+                topology = _stream_topology(dataset, reader)
+                newest = store.nearest(None, topology)
+                self._known_until = 0 if newest is None else reader.packs_behind(newest.step)
+                known_bad = {} if self._is_pure else store.load_known_bad()
+                state = _stored_state(store, topology, reader, target)
         self._stream: RankStream | ElasticStream = open_rank_stream(
             dataset,
             reader.topology(dataset),
@@ -186,6 +189,16 @@ class Replay:
 
     def close(self) -> None:
         self._stream.close()
+
+
+@contextmanager
+def _other_way_out() -> Iterator[None]:
+    """Whoever looks at the past can do without snapshots that cannot be used, unlike whoever resumes."""
+    try:
+        yield
+    except SnapshotError as error:
+        fix = "give the resource and the world size of that run; or --from-start, to plan without snapshots"
+        raise SnapshotError(error.what, got=error.got, expected=error.expected, fix=fix) from error
 
 
 def _stream_topology(dataset: BagelDataset, reader: Reader) -> StreamTopology:
