@@ -67,6 +67,7 @@ docs: .venv/ready ## the documentation, into site/
 
 bench: .venv/ready ## the benchmark beside the peer (tests/benchmarks/README.md)
 	@$(PY) tests/benchmarks/run.py
+	@$(PY) tests/benchmarks/handover.py
 
 soak: .venv/ready ## 400 rounds of kills, 200,000 packs, a million damaged inputs: about an hour (tests/soak)
 	$(call stage,kills with two ranks,$(PY) -m tests.soak.kills --ranks 2 --rounds 200)
