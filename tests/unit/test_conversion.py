@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -277,6 +279,37 @@ def test_a_cuda_device_that_is_not_there_is_said_when_the_loader_is_made() -> No
 def test_cuda_has_a_queue_of_its_own_and_all_else_copies_plainly() -> None:
     assert isinstance(open_device(torch.device("cuda", 1)), CudaDevice)
     assert isinstance(open_device(parse_device("meta")), PlainDevice)
+
+
+class FakeRuntime:
+    """CUDA's runtime as far as memory is registered with it; `code` is its answer to everything."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.calls: list[tuple[Any, ...]] = []
+
+    def cudaHostRegister(self, *arguments: int) -> int:  # noqa: N802
+        self.calls.append(("register", *arguments, threading.current_thread() is threading.main_thread()))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("unregister", address))
+        return self.code
+
+
+@pytest.mark.parametrize("code", [0, 801])
+def test_cuda_is_asked_to_register_memory_to_be_read_on_a_thread_that_ends(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = FakeRuntime(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CudaError", RuntimeError)
+    device = CudaDevice(torch.device("cuda", 0))
+    for call in (lambda: device.register(4096, 8192), lambda: device.unregister(4096)):
+        with pytest.raises(RuntimeError, match="801") if code else contextlib.nullcontext():
+            call()
+    assert runtime.calls == [("register", 4096, 8192, 8, False), ("unregister", 4096)]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])

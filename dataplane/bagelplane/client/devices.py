@@ -103,12 +103,12 @@ class CudaDevice:
     def _register(self, device: torch.device, address: int, size_bytes: int) -> None:
         with torch.cuda.device(device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostRegister(address, size_bytes, _HOST_REGISTER_READ_ONLY))
+            _check(runtime.cudaHostRegister(address, size_bytes, _HOST_REGISTER_READ_ONLY))
 
     def unregister(self, address: int) -> None:
         if not sys.is_finalizing():  # the end of the process does it, too
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostUnregister(address))
+            _check(runtime.cudaHostUnregister(address))
 
     def queue(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
@@ -149,6 +149,12 @@ def parse_device(device: torch.device | str | int) -> torch.device:
 def open_device(device: torch.device) -> Device:
     """What copies to `device`."""
     return CudaDevice(device) if device.type == "cuda" else PlainDevice(device)
+
+
+def _check(code: Any) -> None:
+    """Raises what CUDA's runtime says of a call that failed, a RuntimeError."""
+    if int(code) != 0:
+        raise torch.cuda.CudaError(int(code))
 
 
 class _Writable:
