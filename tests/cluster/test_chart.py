@@ -67,6 +67,7 @@ webhook:
     {weight: 8, podAffinityTerm: {topologyKey: webhook-affinity}}]}}
   priorityClassName: webhook-priority
 networkPolicy: {enabled: true}
+dashboards: {enabled: true}
 labels: {our-label: ours}
 podAnnotations: {our-annotation: noted}
 fullnameOverride: renamed
@@ -137,6 +138,14 @@ def test_every_value_shows_in_what_is_made() -> None:
         if path[-1] not in ("validDays", "enabled"):  # of the chart's own certificate; and the switch itself
             assert render(yaml.safe_dump(below)) != unchanged, path
     assert of_kind(render("networkPolicy: {enabled: true}"), "NetworkPolicy")
+
+
+def test_grafana_gets_the_dashboard_as_it_stands_in_the_chart_where_it_is_wanted() -> None:
+    assert not of_kind(render(), "ConfigMap")
+    (config_map,) = of_kind(render("dashboards: {enabled: true}"), "ConfigMap")
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+    stored = (CHART / "dashboards" / "bagelplane.json").read_text()
+    assert json.loads(config_map["data"]["bagelplane.json"]) == json.loads(stored)
 
 
 @pytest.mark.parametrize("values", ["", CHANGED], ids=["defaults", "changed"])

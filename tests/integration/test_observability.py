@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from bagelplane.client.reader import NumpyReader
@@ -206,6 +207,79 @@ def test_no_counter_goes_back_while_producers_die_and_trainers_move(start: Start
     assert value_of(seen, "packs_acknowledged_total", rank="0") == 13
     assert value_of(seen, "packs_acknowledged_total", rank="1") == 1
     assert value_of(seen, "drops_total", rank="0", group="t2i", reason="t2i_image_parse") > 0
+
+
+# ---- queries over them
+
+_FUNCTIONS = {"rate", "increase", "histogram_quantile", "sum", "avg", "max", "time"}
+_WORDS = {"by", "ignoring", "group_left"}
+_TARGET_LABELS = {"namespace", "pod"}  # docs/guides/observe.md has the scraper set them
+
+
+def dashboard_queries() -> list[str]:
+    board = json.loads((REPOSITORY / "charts/bagelplane/dashboards/bagelplane.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    variables = [variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+    assert len(queries) > 20
+    return queries + [re.sub(r"label_values\((.*), (\w+)\)", r"sum by (\2) (\1)", text) for text in variables]
+
+
+def alert_queries() -> list[str]:
+    page = (REPOSITORY / "docs/guides/observe.md").read_text()
+    (rules,) = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(groups:.*?)```", page, re.DOTALL)]
+    queries = [rule["expr"] for rule in rules["groups"][0]["rules"]]
+    assert len(queries) == 8
+    return queries
+
+
+def words_of(query: str) -> tuple[set[str], set[str]]:
+    """(metrics and functions, labels) that a query names. Fails where its brackets do not match."""
+    plain = re.sub(r"\[[\w$]+\]", "", re.sub(r'"[^"]*"', "", query))  # without strings and ranges
+    open_brackets: list[str] = []
+    for sign in plain:
+        if sign in "({":
+            open_brackets.append(sign)
+        elif sign in ")}":
+            assert open_brackets, query
+            assert open_brackets.pop() + sign in ("()", "{}"), query
+    assert not open_brackets, query
+    lists = r"\{([^}]*)\}|\b(?:by|ignoring)\s*\(([^)]*)\)"
+    labels = {word for found in re.findall(lists, plain) for word in re.findall(r"[a-z_]+", " ".join(found))}
+    return set(re.findall(r"[a-z_]+[a-z0-9_]*", re.sub(lists, "", plain))) - _WORDS, labels
+
+
+def test_every_query_of_dashboard_and_alerts_asks_for_what_a_sidecar_exposes(start: Start) -> None:
+    sidecar, port = start(snapshots=True)
+    with sidecar.reader() as reader:
+        for _ in range(6):
+            reader.next_pack()
+        wait_for(lambda: status_of(port)["snapshots"]["completed"], "a snapshot")
+    labels_of: dict[str, set[str]] = {}
+    for name, labels in samples_of(port):
+        labels_of.setdefault(name, set()).update(key for key, _ in labels)
+    # Where nothing failed there is no sample; that the family is exposed is another test's claim.
+    labels_of.setdefault("bagelplane_storage_retries_total", {"rank", "cause"})
+    labels_of.setdefault("bagelplane_snapshot_retries_total", {"cause"})
+    for query in [*dashboard_queries(), *alert_queries()]:
+        words, labels = words_of(query)
+        metrics = words - _FUNCTIONS
+        assert metrics, query
+        assert metrics <= set(labels_of), query
+        assert labels <= set().union(*(labels_of[name] for name in metrics)) | _TARGET_LABELS, query
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        'rate(bagelplane_packs_total{pod="a"}[5m])',
+        "sum by (rang) (bagelplane_ready)",
+        "median(bagelplane_ready)",
+        'bagelplane_ready{rnk="0"}',
+    ],
+)
+def test_a_query_for_something_else_is_noticed(query: str) -> None:
+    words, labels = words_of(query)
+    assert words - _FUNCTIONS - {"bagelplane_ready"} or labels - _TARGET_LABELS - {"rank"}
 
 
 # ---- health

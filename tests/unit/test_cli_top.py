@@ -165,10 +165,17 @@ def test_all_is_well_where_nothing_is_wrong() -> None:
         ),
         ({"trainer_stall_seconds": 6.0}, "all ranks: packs are ready, and the trainer spends its time"),
         (
-            {"awaited_seconds": 40.0, "phase": "starting", "doing": "the producer of rank 0 is starting"},
-            "had nothing to take for more than 30 s. Now: the producer of rank 0 is starting",
+            {"awaited_seconds": 40.0, "trainer_stall_seconds": 12.0},
+            "all ranks: its trainer has had nothing to take for more than 30 s. Making them takes too long",
         ),
-        ({"restarts": 2}, "its producer was started again just now"),
+        (
+            {"phase": "starting", "doing": "the producer of rank 0 is starting again (exit status 1)"},
+            "the producer of rank 0 is starting again (exit status 1). Fix, if it comes again: the sidecar's log",
+        ),
+        (
+            {"restarts": 2, "trainer_stall_seconds": 8.0},
+            "making step 101, and was started again just now. Fix",
+        ),
         (
             {"drops_here": {"t2i": {"a": 1, "b": 9}}},
             "more rows are dropped than packs made, most of group t2i as b",

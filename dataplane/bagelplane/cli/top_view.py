@@ -42,7 +42,8 @@ class RankView:
     storage: float | None = None
     """Shares of the producer's work, each of one thread's time: decoding by many may be above 1."""
     drops_per_pack: float | None = None
-    new_restarts: int = 0
+    restarted: bool = False
+    """Whether its producer was started again meanwhile."""
 
     @property
     def label(self) -> str:
@@ -86,7 +87,7 @@ def _measure_rank(before: Mapping[str, Any], after: Mapping[str, Any], seconds: 
         decode=grown("decode_seconds") / work if work else None,
         storage=storage / work if work else None,
         drops_per_pack=drops / packs if packs else None,
-        new_restarts=int(grown("restarts")),
+        restarted=after["restarts"] > (0 if before["phase"] == "starting" else before["restarts"]),
     )
 
 
@@ -129,6 +130,12 @@ def _rank_problems(rank: RankView) -> Iterator[str]:
     status = rank.status
     if status["phase"] in ("failed", "stopped"):
         return
+    if rank.restarted or status["phase"] == "starting":
+        # Whatever else is to be seen comes of it.
+        how = ", and was started again just now" if rank.restarted else ""
+        fix = "if it comes again: the sidecar's log says why; if it was killed, more memory"
+        yield f"{status['doing']}{how}. Fix, {fix}"
+        return
     if status["awaited_seconds"] >= AWAITED_LIMIT_SECONDS:
         yield f"its trainer has had nothing to take for more than {AWAITED_LIMIT_SECONDS:g} s. {_cure(rank)}"
     elif rank.stall is not None and rank.stall > STALL_LIMIT and status["attached"]:
@@ -139,15 +146,11 @@ def _rank_problems(rank: RankView) -> Iterator[str]:
                 "packs are ready, and the trainer spends its time on converting them. Fix: have PackedLoader convert "
                 "them on the device (device=), or ahead of time (prefetch=)"
             )
-    if rank.new_restarts:
-        yield "its producer was started again just now. Fix: the sidecar's log says why; if it was killed, more memory"
     if rank.drops_per_pack is not None and rank.drops_per_pack > DROPS_LIMIT:
         yield f"more rows are dropped than packs made, {_main_drop(status['drops_here'])}"
 
 
 def _cure(rank: RankView) -> str:
-    if rank.status["phase"] == "starting":
-        return f"Now: {rank.status['doing']}"
     if rank.storage is not None and rank.storage > 0.5:
         return "Reading takes most of the producer's time. Fix: look at the store's latency and the network"
     return (
