@@ -144,7 +144,7 @@ def _rank_problems(rank: RankView) -> Iterator[str]:
         else:
             yield (
                 "packs are ready, and the trainer spends its time on converting them. Fix: have PackedLoader convert "
-                "them on the device (device=), or ahead of time (prefetch=)"
+                "them on the device (device=), or further ahead (prefetch=)"
             )
     if rank.drops_per_pack is not None and rank.drops_per_pack > DROPS_LIMIT:
         yield f"more rows are dropped than packs made, {_main_drop(status['drops_here'])}"
