@@ -31,20 +31,22 @@ def make_status(ranks: int = 8) -> dict[str, Any]:
     """Of a sidecar that is well, in the documented form."""
     histogram = {"upper_bounds": [0.1], "counts": [0, 0]}
     rank = {
-        "rank": 0, "local_rank": 0, "phase": "ready", "phase_seconds": 5.0, "doing": "making step 101",
+        "rank": 0, "phase": "ready", "phase_seconds": 5.0, "doing": "making step 101",
         "problem": "", "attached": True, "producer_pid": 10, "next_step": 100, "position": 100, "has_pack": True,
         "packs_published": 104, "packs_acknowledged": 100, "tokens": 3_000_000, "fill": 0.93, "images": 500,
         "pixel_bytes": 10**9, "work_seconds": 50.0, "decode_seconds": 40.0, "ring_wait_seconds": 10.0,
         "trainer_wait_seconds": 1.0, "awaited_seconds": 0.0, "trainer_stall_seconds": 2.0,
         "pack_seconds": histogram, "stall_seconds": histogram,
         "storage": {"seconds": 3.0, "read_bytes": 10**8, "requests": {"read": 100}, "retries": {}},
-        "restarts": 0, "ring": {"capacity_bytes": 1000, "used_bytes": 500, "ready_packs": 4, "epoch": 1},
+        "readers": [{"local_rank": 0, "attached": True, "client": "trainer", "next_step": 100, "behind": 0}],
+        "readers_expected": 1,
+        "restarts": 0, "ring": {"number": 0, "capacity_bytes": 1000, "used_bytes": 500, "ready_packs": 4, "epoch": 1},
         "drops": {}, "drops_here": {},
     }  # fmt: skip
     status = {
         "version": 1, "dataset": "bagel-sft", "spec_hash": "ab" * 32, "started_unix_seconds": 1000.0,
         "uptime_seconds": 60.0, "expected_ranks": ranks, "world_size": ranks, "ready": True, "problem": "",
-        "ranks": [{**copy.deepcopy(rank), "rank": number, "local_rank": number} for number in range(ranks)],
+        "ranks": [{**copy.deepcopy(rank), "rank": number} for number in range(ranks)],
         "known_bad_images": 0, "resampler": "native", "jpeg_decoder": "libjpeg-turbo",
         "snapshots": {
             "uri": "s3://bucket/snapshots", "last_step": 100, "last_position": 800,

@@ -47,8 +47,8 @@ def test_a_ring_without_room_for_a_rank_nobody_told_of_is_a_matter_of_the_ranks(
     with RunDirectory(tmp_path / "run") as directory:
         settings = SidecarSettings(directory.path, local_ranks=2)
         supervisor = Supervisor(make_dataset(snapshots=None), settings, directory)
-        assert supervisor._explained(told, local_rank=1) is told
-        fix = supervisor._explained(told, local_rank=2).fix
+        assert supervisor._explained(told, rings=2) is told
+        fix = supervisor._explained(told, rings=3).fix
     assert "it was 2" in fix
     assert "nprocPerNode" in fix
     assert fix.endswith("enlarge the volume")
@@ -228,6 +228,13 @@ def test_resume_is_parsed_or_refused() -> None:
     for text in ("", "-1", "new", "1.5", "²"):
         with pytest.raises(SpecError, match="latest, none or a step"):
             parse_resume(text)
+
+
+def test_fewer_ranks_than_processes_are_fewer_on_every_machine() -> None:
+    environment = {"PET_NPROC_PER_NODE": "8", "PET_NNODES": "2"}
+    assert expected_ranks(environment, 2) == (2, 4)
+    assert expected_ranks(environment, 8) == (8, 16)
+    assert expected_ranks({}, 3) == (3, 3)
 
 
 @pytest.mark.parametrize(

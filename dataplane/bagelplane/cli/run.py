@@ -48,7 +48,8 @@ def run(
         typer.Option(
             min=1,
             max=1024,
-            help="Ranks expected on this machine, for memory and threads. The trainers say what they are.",
+            help="Data-parallel ranks expected on this machine, for memory and threads. The trainers say what they "
+            "are.",
             show_default="PET_NPROC_PER_NODE, else 1",
         ),
     ] = None,
@@ -90,13 +91,12 @@ def run(
     """
     level = getattr(logging, log_level.upper())
     configure_logs(level, log_format)
-    local_ranks, world_size = expected_ranks(os.environ)
-    local_ranks = ranks or local_ranks
+    local_ranks, world_size = expected_ranks(os.environ, ranks)
     settings = SidecarSettings(
         directory=directory or default_directory(),
         resume=parse_resume(resume),
         local_ranks=local_ranks,
-        world_size=max(world_size, local_ranks),
+        world_size=world_size,
         status_host=status_host,
         status_port=status_port,
         grace_seconds=grace,
@@ -135,11 +135,17 @@ def parse_resume(text: str) -> Literal["latest", "none"] | int:
     raise SpecError("--resume is not understood", got=repr(text), expected="latest, none or a step's number")
 
 
-def expected_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(ranks on this machine, ranks in all) as torchrun's and the training operators' variables hint at them."""
+def expected_ranks(environment: Mapping[str, str], ranks: int | None = None) -> tuple[int, int]:
+    """(data-parallel ranks on this machine, in all) as torchrun's and the training operators' variables hint at them.
+
+    `ranks`: those on this machine, where that is known. Fewer than processes are: so it is on the other machines.
+    """
     local = _number(environment, "PET_NPROC_PER_NODE") or _number(environment, "LOCAL_WORLD_SIZE") or 1
     nodes = _number(environment, "PET_NNODES") or 1
-    return local, max(local * nodes, _number(environment, "WORLD_SIZE") or 1)
+    world_size = max(local * nodes, _number(environment, "WORLD_SIZE") or 1)
+    if ranks is None:
+        return local, world_size
+    return ranks, max(ranks, world_size * ranks // local if ranks < local else world_size)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

@@ -47,9 +47,9 @@ _UNPACK_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryEr
 _MAX_UINT64 = 2**64 - 1
 
 
-def ring_name(local_rank: int) -> str:
-    """File name of a local rank's ring in the run directory."""
-    return f"ring-{local_rank}.bin"
+def ring_name(number: int) -> str:
+    """File name of one of the pod's rings, a data-parallel rank's, in the run directory."""
+    return f"ring-{number}.bin"
 
 
 ResumeMode = Literal["latest", "step", "position", "state", "none"]
@@ -115,11 +115,16 @@ class Hello(Message):
 class Attach(Message):
     TYPE: ClassVar[str] = "attach"
     rank: int
+    """Data-parallel rank: whose packs are wanted."""
     local_rank: int
+    """Which of the pod's processes this is."""
     world_size: int
+    """Data-parallel ranks in all."""
     generation: int = 0
     """Generation of the BagelDataset that the trainer's pod was made for; 0 is unknown."""
     resume: Resume = field(default_factory=Resume)
+    readers: int = field(default=1, metadata={"added": True})
+    """How many processes of the pod read this data-parallel rank, each as a local rank of its own."""
 
     def __post_init__(self) -> None:
         if not self.rank < self.world_size:
@@ -128,6 +133,8 @@ class Attach(Message):
                 got=f"rank {self.rank} of world size {self.world_size}",
                 fix="check RANK and WORLD_SIZE of the trainer",
             )
+        if self.readers < 1:
+            raise ProtocolError("attach names a rank without readers", got=f"readers {self.readers}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +311,8 @@ def _to_plain(value: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for item in fields(value):
         content = getattr(value, item.name)
+        if item.metadata.get("added") and content == item.default:
+            continue  # an older sidecar does not know it
         plain[item.name] = _to_plain(content) if isinstance(content, Resume) else content
     return plain
 

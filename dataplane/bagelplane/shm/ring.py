@@ -218,6 +218,12 @@ class RingWriter:
         start = self._offset(position) + RECORD_HEADER_BYTES
         return self._view[start : start + length_bytes]
 
+    def has_room(self, length_bytes: int) -> bool:
+        """Whether `reserve` would give a place for that many bytes without waiting."""
+        self.check_fits(length_bytes)
+        with self._changed:
+            return self._place(footprint_bytes(length_bytes)) is not None
+
     def cancel(self) -> None:
         """Gives the reservation up. Nobody may write into it afterwards."""
         self._reserved = None

@@ -1,4 +1,4 @@
-"""The producer: one process for one local rank, from the rank's stream into its ring.
+"""The producer: one process for one data-parallel rank, from the rank's stream into its ring.
 
     python -m bagelplane.sidecar.producer --control-fd N
 
@@ -78,7 +78,8 @@ class ProducerSetup:
 
     dataset: dict[str, Any]
     rank: int
-    local_rank: int
+    ring_number: int
+    """Of the pod's rings."""
     world_size: int
     ring_path: str
     ring_bytes: int
@@ -247,7 +248,10 @@ class Producer:
         assert self._ring is not None
         started = time.monotonic()
         self._reserved = None
-        buffer = self._ring.reserve(record_size(pack, self._pixel_format))
+        size = record_size(pack, self._pixel_format)
+        if not self._ring.has_room(size):
+            self._send({"type": "no_room", "step": self._step})
+        buffer = self._ring.reserve(size)
         self._waited_seconds += time.monotonic() - started
         self._reserved = buffer
         places = write_record(pack, buffer, self._pixel_format)

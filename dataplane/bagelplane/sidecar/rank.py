@@ -1,4 +1,5 @@
-"""One rank in the supervisor: its progress, which outlives everything, and its producer, which may die.
+"""One data-parallel rank in the supervisor: its progress, which outlives everything, its producer, which may die,
+and its readers, one or more.
 
 All of this runs in the supervisor's loop and belongs to it.
 """
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from bagelplane.engine.elastic import merge_states
@@ -24,6 +26,7 @@ from bagelplane.logs import log_about
 from bagelplane.shm.protocol import Published
 from bagelplane.sidecar.control import Frame, encode_frame, read_frame
 from bagelplane.sidecar.producer import ProducerSetup
+from bagelplane.sidecar.readers import Readers
 from bagelplane.sidecar.tally import Tally
 
 KEPT_STATES = 8
@@ -33,6 +36,8 @@ MAX_FAILURES = 8
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _STOP_SECONDS = 2.0
+_LAG_SECONDS = 5.0
+"""A reader that waits so long for another one is a matter for the log."""
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +100,10 @@ class Progress:
         """All that are kept, acknowledged or not."""
         return list(self._states.values())
 
-    def knows(self, step: int) -> bool:
-        return step == self.next_step or step in self._states
+    @property
+    def known_until(self) -> int:
+        """The last place whose state is known, or that needs none."""
+        return max([self.next_step, *self._states])
 
     def advance(self, next_step: int) -> None:
         """Everything before `next_step` was taken by the trainer."""
@@ -120,7 +127,7 @@ class Progress:
 
 
 class Listener(Protocol):
-    """Who takes a rank's packs: a client's session."""
+    """Who takes a rank's packs: a client's session. Told to go, it stays known until its client has gone."""
 
     def publish(self, message: Published) -> None: ...
     def drop(self, reason: str, *, error: RankFailedError | None = None) -> None: ...
@@ -135,6 +142,7 @@ class RankServer:
         progress: Progress,
         tally: Tally,
         *,
+        readers: int,
         on_acknowledged: Callable[[RankServer], None],
         on_known_bad: Callable[[dict[str, str]], None],
     ) -> None:
@@ -143,7 +151,8 @@ class RankServer:
         self._on_acknowledged = on_acknowledged
         self._on_known_bad = on_known_bad
         setup = build_setup(progress.starting_point())
-        self.rank, self.local_rank, self.world_size = setup.rank, setup.local_rank, setup.world_size
+        self.rank, self.ring_number, self.world_size = setup.rank, setup.ring_number, setup.world_size
+        self.readers = Readers(self.rank, progress.next_step, readers)
         self.phase: Literal["starting", "ready", "failed", "stopped"] = "starting"
         self.phase_since = time.monotonic()
         self.failure: RankFailedError | None = None
@@ -151,7 +160,8 @@ class RankServer:
         self.tally = tally
         self.has_pack = False
         """Whether a first pack was ever ready."""
-        self.listener: Listener | None = None
+        self.listeners: dict[int, Listener] = {}
+        """By local rank."""
         self.pid = 0
         self._records: deque[Published] = deque()
         self._published_until = progress.next_step
@@ -161,7 +171,8 @@ class RankServer:
         self._stopping = False
         self._failures = 0
         self._last_failure = ""
-        self._waiting_since: float | None = time.monotonic()
+        self._has_no_room = False  # the producer waits for the readers
+        self._told_obstacle = ""
         self._task = asyncio.create_task(self._keep_alive(), name=f"rank {self.rank}")
 
     # -- for the supervisor and sessions
@@ -191,53 +202,89 @@ class RankServer:
         return sum(record.length_bytes for record in self._records)
 
     @property
-    def awaited_seconds(self) -> float:
-        """How long the trainer has had nothing to take; 0 while it has."""
-        return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+    def known_until(self) -> int:
+        """The first pack that was not made yet, in this life of the producer or an earlier one."""
+        return max(self._published_until, self.progress.known_until)
+
+    def awaited_seconds(self, local_rank: int) -> float:
+        """How long this reader has had nothing to take; 0 while it has."""
+        cursor = self.readers.cursors.get(local_rank)
+        if cursor is None or cursor.waiting_since is None:
+            return 0.0
+        return time.monotonic() - cursor.waiting_since
+
+    @property
+    def longest_awaited_seconds(self) -> float:
+        """The same of the reader that has waited longest."""
+        return max(map(self.awaited_seconds, self.readers.cursors), default=0.0)
 
     def describe(self) -> str:
         """What is being waited for, in words."""
+        if stopped := self._describe_stopped():
+            return stopped
         if self.phase == "starting":
             again = f" again ({self._last_failure})" if self._last_failure else ""
             return f"the producer of rank {self.rank} is starting{again}"
-        if self.phase == "ready":
-            return f"the producer of rank {self.rank} is making step {self._published_until}"
-        return f"the producer of rank {self.rank} is {self.phase}"
+        if self.phase != "ready":
+            return f"the producer of rank {self.rank} is {self.phase}"
+        step = self._published_until
+        holders = self.readers.describe_holders(step, time.monotonic()) if self._has_no_room else ""
+        if holders:
+            return (
+                f"the ring of rank {self.rank} has no room for step {step}, its packs are held by {holders}"
+            )
+        return f"the producer of rank {self.rank} is making step {step}"
 
-    def attach(self, listener: Listener, next_step: int) -> list[Published]:
-        """From now on packs go to `listener`. The ones that are ready, from `next_step` on."""
-        self.listener = listener
-        if next_step > self.progress.next_step:
-            self.acknowledge(next_step - 1)
-        self._waiting_since = None if self._records else time.monotonic()
-        return list(self._records)
+    @property
+    def obstacle(self) -> str:
+        """What keeps readers waiting that somebody should know of, in words; empty while there is nothing."""
+        waits = self.longest_awaited_seconds >= _LAG_SECONDS
+        return self._describe_stopped() or (self.describe() if waits and self._has_no_room else "")
 
-    def detach(self, listener: Listener) -> None:
-        if self.listener is listener:
-            self.listener = None
+    def attach(self, local_rank: int, listener: Listener, client: str) -> list[Published]:
+        """From now on an admitted reader's packs go to `listener`. The ones that are ready for it."""
+        self.listeners[local_rank] = listener
+        next_step = self.readers.cursors[local_rank].next_step
+        ready = [record for record in self._records if record.step >= next_step]
+        self.readers.enter(local_rank, client, time.monotonic(), waits=not ready)
+        self._release(self.readers.lowest)
+        return ready
 
-    def acknowledge(self, step: int, stalled_seconds: float | None = None) -> None:
-        """The trainer has this pack and all before it; a step that was never announced must not come here.
+    def detach(self, local_rank: int, listener: Listener, *, returns: bool = False) -> None:
+        """The listener's client has gone. `returns`: only because the producer went."""
+        if self.listeners.get(local_rank) is listener:
+            del self.listeners[local_rank]
+            self.readers.leave(local_rank, time.monotonic(), returns=returns)
 
-        `stalled_seconds` is how long it stood still for it, None where nobody was asked.
+    def acknowledge(self, local_rank: int, step: int, stalled_seconds: float | None = None) -> None:
+        """The reader has this pack and all before it; a step that was never announced must not come here.
+
+        `stalled_seconds` is how long it stood still for it, None where nobody was asked. Of several readers the first
+        to have a pack is counted.
         """
-        if step < self.progress.next_step:
-            return
-        if stalled_seconds is not None:
+        cursor = self.readers.cursors[local_rank]
+        if stalled_seconds is not None and step >= self.readers.furthest:
             self.tally.stalls.add(stalled_seconds)
-        self.tally.acknowledged += step + 1 - self.progress.next_step
-        # One step at a time: a snapshot may be due at any of them.
-        for next_step in range(self.progress.next_step + 1, step + 2):
-            self.progress.advance(next_step)
-            self._on_acknowledged(self)
-        while self._records and self._records[0].step <= step:
-            self._records.popleft()
-        if not self._records and self._waiting_since is None:
-            self._waiting_since = time.monotonic()
-        self._send({"type": "ack", "step": step})
+        self._release(self.readers.advance(local_rank, step + 1))
+        if cursor.next_step >= self._published_until and cursor.waiting_since is None:
+            cursor.waiting_since = time.monotonic()
 
-    def check_ring(self) -> None:
-        """Has the producer begin anew if its ring was deleted: who attaches now would find none."""
+    async def wait_released(self, step: int, seconds: float) -> None:
+        """Until all readers have everything before `step`, the producer has ended or time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.progress.next_step < step and self.phase == "ready":
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def watch(self) -> None:
+        """Looked after every few seconds: says what holds readers up, once. Has the producer begin anew if its ring
+        was deleted: who attaches now would find none.
+        """
+        obstacle = self.obstacle
+        if obstacle and not self._told_obstacle:
+            log.warning("rank %d: %s", self.rank, obstacle)
+        self._told_obstacle = obstacle
         if self.phase == "ready" and self._process is not None and not os.path.lexists(self.ring_path):
             self._last_failure = f"its ring {self.ring_path} was deleted"
             _kill(self._process)
@@ -256,8 +303,7 @@ class RankServer:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
         self._set_phase("stopped")
-        if self.listener is not None:
-            self.listener.drop("the producer was stopped")
+        self._drop_listeners("the producer was stopped")
 
     # -- the producer's life
 
@@ -278,7 +324,7 @@ class RankServer:
                     pause,
                 )
                 self._set_phase("starting")
-                self._drop_listener()
+                self._drop_listeners()
                 await asyncio.sleep(pause)
         except Exception:
             log.exception("rank %d: the supervisor lost its producer", self.rank)
@@ -290,7 +336,7 @@ class RankServer:
         if self.failure is not None:
             log.error("rank %d: %s", self.rank, self.failure)
             self._set_phase("failed")
-            self._drop_listener()
+            self._drop_listeners()
 
     def _is_over(self) -> bool:
         return self._stopping or self.failure is not None
@@ -298,7 +344,7 @@ class RankServer:
     async def _run_once(self) -> None:
         """One life of a producer, from its start to its end."""
         self._records.clear()
-        self._last_failure = ""
+        self._last_failure, self._has_no_room = "", False
         reader = await self._spawn(self._build_setup(self.progress.starting_point()))
         while (frame := await read_frame(reader)) is not None:
             self._take(frame)
@@ -364,6 +410,8 @@ class RankServer:
             if frame["state"] is not None:
                 self.progress.keep(frame["next_step"], frame["state"])
             self._set_phase("ready")
+        elif kind == "no_room":
+            self._has_no_room = True
         elif kind == "known_bad":
             self._on_known_bad(frame["images"])
         elif kind == "failed":
@@ -373,7 +421,7 @@ class RankServer:
 
     def _take_published(self, frame: Frame) -> None:
         step = frame["step"]
-        self._failures = 0
+        self._failures, self._has_no_room = 0, False
         self._published_until = step + 1
         self.progress.keep(step + 1, frame["state"])
         self.has_pack = True
@@ -384,18 +432,44 @@ class RankServer:
             return
         message = Published(step, frame["offset_bytes"], frame["length_bytes"], frame["epoch"])
         self._records.append(message)
-        if self._waiting_since is not None:
-            if self.listener is not None:
-                self.tally.trainer_wait_seconds += time.monotonic() - self._waiting_since
-            self._waiting_since = None
-        if self.listener is not None:
-            self.listener.publish(message)
+        now, waited_seconds = time.monotonic(), 0.0
+        for local_rank, listener in self.listeners.items():
+            cursor = self.readers.cursors[local_rank]
+            if cursor.next_step > step:
+                continue  # it began ahead of the others
+            if cursor.waiting_since is not None:
+                waited_seconds = max(waited_seconds, now - cursor.waiting_since)
+                cursor.waiting_since = None
+            listener.publish(message)
+        self.tally.trainer_wait_seconds += waited_seconds
 
-    def _drop_listener(self) -> None:
-        listener, self.listener = self.listener, None
-        self._waiting_since = time.monotonic()
-        if listener is not None:
-            listener.drop(self._last_failure or "the producer ended", error=self.failure)
+    def _release(self, next_step: int) -> None:
+        """Everything before `next_step` was taken by all readers."""
+        if next_step <= self.progress.next_step:
+            return
+        self.tally.acknowledged += next_step - self.progress.next_step
+        # One step at a time: a snapshot may be due at any of them.
+        for step in range(self.progress.next_step + 1, next_step + 1):
+            self.progress.advance(step)
+            self._on_acknowledged(self)
+        while self._records and self._records[0].step < next_step:
+            self._records.popleft()
+        self._send({"type": "ack", "step": next_step - 1})
+        self._changed.set()
+
+    def _describe_stopped(self) -> str:
+        """That the producer's process was stopped, in words; empty if it runs."""
+        if not self.pid or _process_state(self.pid) not in ("T", "t"):
+            return ""
+        return (
+            f"the producer of rank {self.rank}, process {self.pid}, was stopped by a signal (SIGSTOP) at step "
+            f"{self._published_until}: kill -CONT {self.pid} lets it go on, its end has it started again"
+        )
+
+    def _drop_listeners(self, reason: str = "") -> None:
+        """They are told; each is detached once its client has gone."""
+        for listener in list(self.listeners.values()):
+            listener.drop(reason or self._last_failure or "the producer ended", error=self.failure)
 
     def _set_phase(self, phase: Literal["starting", "ready", "failed", "stopped"]) -> None:
         self.phase = phase
@@ -411,6 +485,15 @@ def _kill(process: asyncio.subprocess.Process) -> None:
     # Not process.kill(): that polls, and so takes the exit status away from the loop's own watcher.
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGKILL)
+
+
+def _process_state(pid: int) -> str:
+    """The letter of /proc/<pid>/stat; empty if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
 
 
 def _describe_exit(status: int | None) -> str:

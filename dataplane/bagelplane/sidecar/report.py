@@ -43,6 +43,7 @@ class Histogram(StatusModel):
 
 
 class RingStatus(StatusModel):
+    number: int = field("Its file is `ring-N.bin`.")
     capacity_bytes: int = field("Size of the ring's data.", unit="bytes")
     used_bytes: int = field("Size of the packs in it that the trainer has not taken.", unit="bytes")
     ready_packs: int = field("Packs in it that the trainer has not taken.", unit="packs")
@@ -59,19 +60,33 @@ class StorageStatus(StatusModel):
     )
 
 
+class ReaderStatus(StatusModel):
+    local_rank: int = field("Rank of the process in its pod.")
+    attached: bool = field("Whether it is connected.")
+    client: str = field("What it said it is: release and process id, as it knows it.")
+    next_step: int = field("First pack that it has not released.", unit="step")
+    behind: int = field("What the furthest reader is ahead of it.", unit="packs")
+
+
 class RankStatus(StatusModel):
     rank: int = field("Data-parallel rank in the whole run.")
-    local_rank: int = field("Rank on this machine; its ring is `ring-N.bin`.")
     phase: Phase = field(
         "starting: its producer is on its way to the first pack; ready: packs are made; failed: it was given up; "
         "stopped: another topology took over."
     )
     phase_seconds: float = field("How long it has been so.", unit="seconds")
     doing: str = field("What its producer is at, in words.")
-    problem: str = field("What it failed with, and what to do; empty while all is well.")
+    problem: str = field(
+        "What it failed with or is held up by (a stopped process, a reader that lags), and what to do; empty while "
+        "all is well."
+    )
     attached: bool = field("Whether a trainer is connected.")
+    readers: tuple[ReaderStatus, ...] = field(
+        "Processes of the pod that read this rank's packs, once they have come.", strict=False
+    )
+    readers_expected: int = field("How many they are to be.", unit="processes")
     producer_pid: int | None = field("Process that makes the packs.", None)
-    next_step: int = field("First pack that the trainer has not taken.", unit="step")
+    next_step: int = field("First pack that the trainer, the slowest reader, has not taken.", unit="step")
     position: int = field("Packs of all ranks together behind that step.", unit="packs")
     has_pack: bool = field("Whether a first pack was ready since it was started at its place.")
     packs_published: int = field("Packs finished.", unit="packs")
@@ -131,14 +146,14 @@ class SidecarStatus(StatusModel):
     spec_hash: str = field("Names all that determines the stream.")
     started_unix_seconds: float = field("When the sidecar started, since the epoch.", unit="seconds")
     uptime_seconds: float = field("How long ago that is.", unit="seconds")
-    expected_ranks: int = field("Ranks expected on this machine (`--ranks`).", unit="ranks")
+    expected_ranks: int = field("Data-parallel ranks expected on this machine (`--ranks`).", unit="ranks")
     world_size: int | None = field("Ranks of the run; null before one attached.", None, unit="ranks")
     ready: bool = field(
         "Whether packs can be taken: each rank that was started has had a first pack, and none has failed. "
         "True as well before a trainer attached, when all that can be looked at was found in order."
     )
     problem: str = field("What trainers cannot attach for; empty while all is well.")
-    ranks: tuple[RankStatus, ...] = field("Ranks that were started, by local rank.", strict=False)
+    ranks: tuple[RankStatus, ...] = field("Data-parallel ranks that were started here.", strict=False)
     known_bad_images: int = field(
         "Images known to open and not to decode (profile Automodel).", unit="images"
     )
@@ -193,12 +208,22 @@ def _rank_status(server: RankServer, max_tokens: int) -> RankStatus:
     tally = server.tally
     return RankStatus(
         rank=server.rank,
-        local_rank=server.local_rank,
         phase=server.phase,
         phase_seconds=time.monotonic() - server.phase_since,
         doing=server.describe(),
-        problem=str(server.failure) if server.failure is not None else "",
-        attached=server.listener is not None,
+        problem=str(server.failure or server.obstacle),
+        attached=bool(server.listeners),
+        readers=tuple(
+            ReaderStatus(
+                local_rank=local_rank,
+                attached=cursor.attached,
+                client=cursor.client,
+                next_step=cursor.next_step,
+                behind=server.readers.furthest - cursor.next_step,
+            )
+            for local_rank, cursor in sorted(server.readers.cursors.items())
+        ),
+        readers_expected=server.readers.expected,
         producer_pid=server.pid or None,
         next_step=server.progress.next_step,
         position=server.progress.position(),
@@ -213,7 +238,7 @@ def _rank_status(server: RankServer, max_tokens: int) -> RankStatus:
         decode_seconds=tally.decode_seconds,
         ring_wait_seconds=tally.ring_wait_seconds,
         trainer_wait_seconds=tally.trainer_wait_seconds,
-        awaited_seconds=server.awaited_seconds if server.listener is not None else 0.0,
+        awaited_seconds=server.longest_awaited_seconds,
         trainer_stall_seconds=tally.stalls.sum,
         pack_seconds=_histogram(tally.work),
         stall_seconds=_histogram(tally.stalls),
@@ -225,6 +250,7 @@ def _rank_status(server: RankServer, max_tokens: int) -> RankStatus:
         ),
         restarts=tally.restarts,
         ring=RingStatus(
+            number=server.ring_number,
             capacity_bytes=server.ring_bytes,
             used_bytes=server.used_bytes,
             ready_packs=server.ready_packs,

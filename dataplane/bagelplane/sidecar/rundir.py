@@ -2,7 +2,7 @@
 
 sidecar.lock       held (flock) by the supervisor that lives; a dead one's is free at once
 sidecar.sock       what trainers connect to
-ring-<n>.bin       one a local rank; made by producers, reclaimed by the next, removed at an orderly end
+ring-<n>.bin       one a data-parallel rank; made by producers, reclaimed by the next, removed at an orderly end
 
 All is for this user alone, the directory 0700 and the files 0600. With `any_user` socket and rings are 0666 and
 the directory stays as it is: a volume that only the containers of one pod reach, whose users differ.
@@ -71,8 +71,8 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ring_path(self, local_rank: int) -> Path:
-        return self.path / ring_name(local_rank)
+    def ring_path(self, number: int) -> Path:
+        return self.path / ring_name(number)
 
     def check_room(self, local_ranks: int, capacity_bytes: int) -> None:
         """Allocates the rings of that many ranks, so that a small volume is an error before a trainer comes.

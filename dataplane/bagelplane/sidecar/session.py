@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bagelplane.errors import BagelplaneError, ProtocolError
@@ -34,6 +35,7 @@ from bagelplane.shm.protocol import (
 )
 from bagelplane.sidecar.producer import error_code
 from bagelplane.sidecar.rank import RankFailedError, RankServer, RankStoppedError
+from bagelplane.sidecar.readers import BusyError
 
 if TYPE_CHECKING:
     from bagelplane.sidecar.supervisor import Supervisor
@@ -41,16 +43,12 @@ if TYPE_CHECKING:
 HELLO_SECONDS = 10.0
 WAITING_SECONDS = 1.0
 """How often a client that has nothing to take is told what it waits for."""
+_SNAPSHOT_SECONDS = 5.0
+"""How long a snapshot waits for the rank's other readers, before it is of what all of them have."""
 MAX_UNSENT_BYTES = 8 * 1024 * 1024
 """More than this unread, and the client is not reading at all."""
 
 log = logging.getLogger(__name__)
-
-
-class BusyError(BagelplaneError):
-    """Another client holds this rank. Passes when that one ends."""
-
-    reaction = "Wait until the other trainer process has ended."
 
 
 class Session:
@@ -63,8 +61,10 @@ class Session:
         self._reader = reader
         self._writer = writer
         self._server: RankServer | None = None
-        self._attaching: Attach | None = None
-        self._attaching_since = 0.0
+        self._place: Attach | None = None  # where it is attached, or asks to be
+        self._dropped_by: RankServer | None = None
+        self._attaching_since: float | None = None
+        self._told_all = False  # nothing may be sent any more
         self._announced = 0
         self.client = "unknown client"
         self.closed = asyncio.Event()
@@ -77,7 +77,8 @@ class Session:
             while (message := await read_message(self._reader)) is not None:
                 if isinstance(message, Detach):
                     break
-                await self._handle(message)
+                if self._dropped_by is None:  # else it crossed the news that the producer is gone
+                    await self._handle(message)
         except (ConnectionError, TimeoutError) as error:
             log.info("%s: the connection broke (%s)", self.client, str(error) or type(error).__name__)
         except BagelplaneError as error:
@@ -94,16 +95,30 @@ class Session:
     # -- for the rank's server
 
     def publish(self, message: Published) -> None:
-        self._announced = message.step + 1
-        self._send(message)
+        if self._server is not None:
+            self._announced = message.step + 1
+            self._send(message)
 
     def drop(self, reason: str, *, error: RankFailedError | None = None) -> None:
-        """The rank's producer is gone. The client hears why and, if it may, attaches again."""
-        self._server = None
+        """The rank's producer is gone. The client hears why and, if it may, attaches again.
+
+        Its connection is closed by the client: until then its process is known to live, and the other readers of its
+        rank are no new group.
+        """
+        if self._server is None:
+            return
+        self._dropped_by, self._server = self._server, None
         if error is not None:
             self._send_error(error, fatal=True)
         else:
             self._send(Error("internal", reason, fatal=False))
+        self._told_all = True
+        if not self._writer.is_closing():
+            self._writer.write_eof()
+
+    def end(self, reason: str) -> None:
+        """The sidecar ends, and with it the connection."""
+        self._send(Error("internal", reason, fatal=False))
         self._writer.close()
 
     # -- messages
@@ -124,10 +139,10 @@ class Session:
                 raise ProtocolError("a client attached twice on one connection", fix="detach first")
             await self._attach(message)
         elif isinstance(message, Seek):
-            server = self._require_server("seek")
+            self._require_server("seek")
             self._leave()
-            resume = Resume("step", message.step)
-            await self._attach(Attach(server.rank, server.local_rank, server.world_size, resume=resume))
+            assert self._place is not None
+            await self._attach(replace(self._place, generation=0, resume=Resume("step", message.step)))
         elif isinstance(message, Snapshot):
             await self._snapshot()
         elif isinstance(message, StatusRequest):
@@ -136,15 +151,15 @@ class Session:
             raise ProtocolError(f"a {message.TYPE!r} message is out of place")
 
     async def _attach(self, attach: Attach) -> None:
-        self._attaching, self._attaching_since = attach, time.monotonic()
+        self._place, self._attaching_since = attach, time.monotonic()
         try:
             server, next_step = await self._supervisor.attach(attach)
         finally:
-            self._attaching = None
+            self._attaching_since = None
         # From here on nothing may be awaited: packs that become ready meanwhile would be announced twice.
         self._server = server
         log_about(server.log_subject)
-        records = server.attach(self, next_step)
+        records = server.attach(attach.local_rank, self, self.client)
         self._announced = next_step
         place = server.progress.position(next_step), self._supervisor.streams
         self._send(Attached(server.ring_path, server.epoch, server.ring_bytes, next_step, *place))
@@ -153,18 +168,21 @@ class Session:
         log.info("%s: rank %d attached at step %d", self.client, server.rank, next_step)
 
     def _acknowledge(self, ack: Ack) -> None:
-        if self._server is None:
-            return  # it crossed the news that the producer is gone
+        server = self._require_server("ack")
         if ack.step >= self._announced:
             raise ProtocolError(
                 "a client acknowledged a pack that it was never given",
                 got=f"step {ack.step}",
                 expected=f"below {self._announced}",
             )
-        self._server.acknowledge(ack.step, ack.stalled_seconds)
+        server.acknowledge(self._local_rank, ack.step, ack.stalled_seconds)
 
     async def _snapshot(self) -> None:
         server = self._require_server("snapshot")
+        # The rank's other readers are given the same before long; what one alone has taken is no state of the rank.
+        await server.wait_released(server.readers.cursors[self._local_rank].next_step, _SNAPSHOT_SECONDS)
+        if self._server is not server:
+            return  # the producer ended meanwhile, and the client knows
         # A failure ends the connection: so the trainer hears of it now, and attaches again for the next pack.
         step, uri = await self._supervisor.snapshot(server)
         self._send(Snapshotted(step, uri))
@@ -174,28 +192,37 @@ class Session:
             raise ProtocolError(f"{what!r} needs an attached rank", fix="attach first")
         return self._server
 
+    @property
+    def _local_rank(self) -> int:
+        assert self._place is not None
+        return self._place.local_rank
+
     def _leave(self) -> None:
-        if self._server is not None:
-            self._server.detach(self)
-            self._server = None
+        for server, returns in ((self._server, False), (self._dropped_by, True)):
+            if server is not None:
+                server.detach(self._local_rank, self, returns=returns)
+        self._server = self._dropped_by = None
 
     # -- out
 
     async def _tell_waiting(self) -> None:
         while True:
             await asyncio.sleep(WAITING_SECONDS)
-            if self._attaching is not None:
-                what = self._supervisor.describe(self._attaching.local_rank)
+            server, place = self._server, self._place
+            if self._attaching_since is not None and place is not None:
+                what = self._supervisor.describe(place.rank)
                 self._send(Waiting(what, time.monotonic() - self._attaching_since))
-            elif self._server is not None and self._server.awaited_seconds >= WAITING_SECONDS:
-                self._send(Waiting(self._server.describe(), self._server.awaited_seconds))
+            elif server is not None:
+                seconds = server.awaited_seconds(self._local_rank)
+                if seconds >= WAITING_SECONDS:
+                    self._send(Waiting(server.describe(), seconds))
 
     def _send_error(self, error: BagelplaneError, *, fatal: bool) -> None:
         text = str(BagelplaneError(error.what, got=error.got, expected=error.expected))
         self._send(Error(_code(error), text, error.fix, fatal))
 
     def _send(self, message: Message) -> None:
-        if self._writer.is_closing():
+        if self._told_all or self._writer.is_closing():
             return
         if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             log.warning("%s: it does not read what it is sent; its connection is closed", self.client)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +21,10 @@ from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
 from bagelplane.sidecar.rank import Progress, RankFailedError, RankServer, RankStoppedError, StartingPoint
+from bagelplane.sidecar.readers import BusyError
 from bagelplane.sidecar.report import build_status
 from bagelplane.sidecar.rundir import RunDirectory
-from bagelplane.sidecar.session import BusyError, Session
+from bagelplane.sidecar.session import Session
 from bagelplane.sidecar.sizing import decode_threads
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
@@ -36,7 +37,8 @@ from bagelplane.spec_memory import ring_bytes
 _GOODBYE_SECONDS = 0.5
 _WATCH_SECONDS = 2.0
 TAKE_OVER_SECONDS = 5.0
-"""How long a rank's new client waits for the end of the one before it."""
+"""How long a reader waits for the end of the one before it, and for others that are in its way."""
+_ADMISSION_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class SidecarSettings:
     resume: Literal["latest", "none"] | int = "latest"
     """Where ranks begin that are attached with `latest` and that nothing is known of yet."""
     local_ranks: int = 1
-    """Ranks expected on this machine, for memory and threads. More may come."""
+    """Data-parallel ranks expected on this machine, for memory and threads. More may come."""
     world_size: int = 1
     """Ranks expected in all, for a look at whether the data have a part for each. The trainer decides."""
     status_host: str = "127.0.0.1"
@@ -81,7 +83,7 @@ class Supervisor:
         self.settings = settings
         self.spec_hash = spec_hash(dataset)
         self.servers: dict[int, RankServer] = {}
-        """By local rank."""
+        """By data-parallel rank."""
         self.started = time.time()
         self._directory = directory
         self._progress: dict[int, Progress] = {}  # by rank; outlives servers
@@ -91,7 +93,7 @@ class Supervisor:
         self._elastic: ElasticRun | None = None  # with Bagel sharding there is nothing to know beyond ranks
         self._known_bad: dict[str, str] = {}
         self._wanted_steps: set[int] = set()
-        self._locks: dict[int, asyncio.Lock] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
         self._topology_lock = asyncio.Lock()
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
@@ -151,7 +153,7 @@ class Supervisor:
                     log.error("%s", problem)
             self._problem = problem
             for server in self.servers.values() if not problem else ():
-                server.check_ring()
+                server.watch()
 
     # -- before a trainer attaches
 
@@ -184,49 +186,109 @@ class Supervisor:
         finally:
             del self._sessions[session]
 
-    def describe(self, local_rank: int) -> str:
+    def describe(self, rank: int) -> str:
         """What somebody who attaches waits for."""
-        server = self.servers.get(local_rank)
+        server = self.servers.get(rank)
         return "the place to resume from is being looked up" if server is None else server.describe()
 
     async def attach(self, attach: Attach) -> tuple[RankServer, int]:
-        """The rank's server, ready, and its next step. Raises BagelplaneError; BusyError passes."""
+        """The rank's server, ready, and the reader's next step. Raises BagelplaneError; BusyError passes."""
         self._check_generation(attach)
-        lock = self._locks.setdefault(attach.local_rank, asyncio.Lock())
-        async with lock:
-            await self._wait_until_free(attach)
-            async with self._topology_lock:  # or the second rank to come would end what the first began
-                await self._adopt_topology(attach)
-            server, step = await self._served_at(attach)
-            if server is None:
-                server = await self._start_server(attach)
-                step = server.progress.next_step
-            try:
-                await server.wait_ready()
-            except RankFailedError as error:
-                raise self._explained(error, attach.local_rank) from None
-            return server, step
+        async with self._lock_of(f"local rank {attach.local_rank}"):
+            moved = await self._leave_other_ranks(attach)
+            await self._stop_abandoned(room_for=0)
+            async with self._lock_of(f"rank {attach.rank}"):
+                async with self._topology_lock:  # or the second rank to come would end what the first began
+                    await self._adopt_topology(attach)
+                server, step = await self._admit(attach)
+                if server is None:
+                    if moved:
+                        await self._await_room()
+                    server = await self._start_server(attach)
+                    step = server.progress.next_step
+                try:
+                    await server.wait_ready()
+                except RankFailedError as error:
+                    raise self._explained(error, len(self.servers)) from None
+                return server, step
 
-    def _explained(self, error: RankFailedError, local_rank: int) -> RankFailedError:
+    def _lock_of(self, what: str) -> asyncio.Lock:
+        return self._locks.setdefault(what, asyncio.Lock())
+
+    def _explained(self, error: RankFailedError, rings: int) -> RankFailedError:
         """The volume was made for the ranks that were expected: one more is seldom a reason to enlarge it."""
         expected = self.settings.local_ranks
-        if error.code != "ring" or local_rank < expected:
+        if error.code != "ring" or rings <= expected:
             return error
         fix = (
-            f"say how many ranks this machine has (it was {expected}): nprocPerNode of the job, "
+            f"say how many data-parallel ranks this machine has (it was {expected}): nprocPerNode of the job, "
             f"PET_NPROC_PER_NODE or --ranks. Or {error.fix}"
         )
         return RankFailedError(error.what, fix=fix, code=error.code)
 
-    async def _served_at(self, attach: Attach) -> tuple[RankServer | None, int]:
-        """The running server if it can go on at the place asked for, and that place's step."""
-        server = self.servers.get(attach.local_rank)
-        if server is None or server.rank != attach.rank or server.phase not in ("starting", "ready"):
-            return None, 0
-        progress, step = server.progress, self._step_in(server.progress, attach.resume)
-        if step is None or step < progress.next_step or not progress.knows(step):
-            return None, 0
-        return server, step
+    async def _leave_other_ranks(self, attach: Attach) -> bool:
+        """Waits for the end of the local rank's trainer before this one: one that was restarted may be here before
+        that is noticed. Whether it read for another rank.
+        """
+        moved = False
+        for server in list(self.servers.values()):
+            listener = server.listeners.get(attach.local_rank)
+            if isinstance(listener, Session):
+                try:
+                    await asyncio.wait_for(listener.closed.wait(), TAKE_OVER_SECONDS)
+                except TimeoutError:
+                    raise server.readers.taken(attach.local_rank) from None
+            if server.rank != attach.rank:
+                moved = server.readers.forget(attach.local_rank) or moved
+        return moved
+
+    async def _admit(self, attach: Attach) -> tuple[RankServer | None, int]:
+        """The running server and the reader's step there; no server if only a new one leads to the place asked for.
+
+        Waits for other readers that are in the way, and then raises BusyError.
+        """
+        deadline = time.monotonic() + TAKE_OVER_SECONDS
+        while True:
+            server = self.servers.get(attach.rank)
+            if server is None or server.phase not in ("starting", "ready"):
+                return None, 0
+            try:
+                step = self._admitted(server, attach)
+            except BusyError:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(_ADMISSION_SECONDS)
+            else:
+                return (None, 0) if step is None else (server, step)
+
+    def _admitted(self, server: RankServer, attach: Attach) -> int | None:
+        wanted = None if attach.resume.mode == "latest" else self._step_in(server.progress, attach.resume)
+        if wanted is None and attach.resume.mode != "latest":
+            wanted = -1  # the rank has no step there: as far away as one that it left behind
+        return server.readers.admit(
+            attach.local_rank,
+            wanted,
+            expected=attach.readers,
+            known_until=server.known_until,
+            now=time.monotonic(),
+        )
+
+    async def _await_room(self) -> None:
+        """Waits a moment while ranks come in another order: rings whose readers all left are as good as new ones."""
+        deadline = time.monotonic() + TAKE_OVER_SECONDS
+        while len(self.servers) >= self.settings.local_ranks and time.monotonic() < deadline:
+            if any(not server.readers.cursors for server in self.servers.values()):
+                return
+            await asyncio.sleep(_ADMISSION_SECONDS)
+
+    async def _stop_abandoned(self, room_for: int) -> None:
+        """Ranks that all readers left give way, as long as there are more of them than the room was made for."""
+        for rank, server in list(self.servers.items()):
+            if len(self.servers) + room_for > self.settings.local_ranks and not server.readers.cursors:
+                del self.servers[rank]
+                await server.stop()
+                if server.ring_number not in {other.ring_number for other in self.servers.values()}:
+                    self._directory.ring_path(server.ring_number).unlink(missing_ok=True)
 
     def _step_in(self, progress: Progress, resume: Resume) -> int | None:
         """The rank's step at the place asked for; None when none of its steps is there."""
@@ -239,11 +301,9 @@ class Supervisor:
     async def _start_server(self, attach: Attach) -> RankServer:
         """A new producer for the rank, at the place asked for."""
         topology = self.topology(attach.world_size)
-        for local_rank, old in list(self.servers.items()):
-            if local_rank == attach.local_rank or old.rank == attach.rank:
-                await old.stop()
-                if self.servers.get(local_rank) is old:  # two ranks that change places meet here
-                    del self.servers[local_rank]
+        if (old := self.servers.pop(attach.rank, None)) is not None:
+            await old.stop()
+        await self._stop_abandoned(room_for=1)
         origin = await self._starting_point(attach.rank, attach.resume, topology)
         if self._stop.is_set():
             # Nobody would end what begins now: those that attach may have waited until after the others' end.
@@ -254,14 +314,15 @@ class Supervisor:
             )
         progress = self._progress[attach.rank] = Progress(origin, attach.world_size)
         local_ranks = max(self.settings.local_ranks, len(self.servers) + 1)
+        ring_number = self._free_ring_number()
 
         def build_setup(point: StartingPoint) -> ProducerSetup:
             return ProducerSetup(
                 dataset=self.dataset.to_mapping(),
                 rank=attach.rank,
-                local_rank=attach.local_rank,
+                ring_number=ring_number,
                 world_size=attach.world_size,
-                ring_path=str(self._directory.ring_path(attach.local_rank)),
+                ring_path=str(self._directory.ring_path(ring_number)),
                 ring_bytes=ring_bytes(self.dataset),
                 ring_mode=self._directory.file_mode,
                 decode_threads=decode_threads(self.dataset, local_ranks),
@@ -278,12 +339,18 @@ class Supervisor:
             build_setup,
             progress,
             self._tallies.setdefault(attach.rank, Tally()),
+            readers=attach.readers,
             on_acknowledged=self._after_acknowledge,
             on_known_bad=self._known_bad.update,
         )
-        self.servers[attach.local_rank] = server
+        self.servers[attach.rank] = server
+        self._admitted(server, replace(attach, resume=Resume("latest")))
         log.info("rank %d: starting at step %d of %s", attach.rank, origin.target_step, topology)
         return server
+
+    def _free_ring_number(self) -> int:
+        taken = {server.ring_number for server in self.servers.values()}
+        return min(set(range(len(taken) + 1)) - taken)
 
     async def _starting_point(self, rank: int, resume: Resume, topology: StreamTopology) -> StartingPoint:
         """Where the rank's stream is to be opened; looks into memory first, then into the snapshots."""
@@ -333,22 +400,6 @@ class Supervisor:
             )
             raise error
 
-    async def _wait_until_free(self, attach: Attach) -> None:
-        """A trainer that was restarted may be here before the end of the one before it is noticed."""
-        for local_rank, server in list(self.servers.items()):
-            same = local_rank == attach.local_rank or server.rank == attach.rank
-            if not same or not isinstance(server.listener, Session):
-                continue
-            listener = server.listener
-            try:
-                await asyncio.wait_for(listener.closed.wait(), TAKE_OVER_SECONDS)
-            except TimeoutError:
-                raise BusyError(
-                    f"rank {server.rank} is attached already, as local rank {local_rank}",
-                    got=listener.client,
-                    fix="end the other trainer process, or give this one its own RANK and LOCAL_RANK",
-                ) from None
-
     async def _adopt_topology(self, attach: Attach) -> None:
         """Bagel sharding is bound to its topology: another one may only begin where nothing was taken yet."""
         wanted, present = self.topology(attach.world_size), self.topology(self._world_size)
@@ -368,7 +419,7 @@ class Supervisor:
                 expected=str(present),
                 fix=fix,
             )
-        if any(server.listener is not None for server in self.servers.values()):
+        if any(server.listeners for server in self.servers.values()):
             raise BusyError(
                 "ranks of another topology are attached",
                 got=str(wanted),
@@ -466,7 +517,7 @@ class Supervisor:
             )
         await self.snapshots.close()
         for session in list(self._sessions):
-            session.drop("the sidecar ends")
+            session.end("the sidecar ends")
         await asyncio.gather(*(server.stop() for server in self.servers.values()))
         await status.stop()
         if self._sessions:
