@@ -94,10 +94,12 @@ class FakeSidecar:
         on_attach: Callable[[int], list[Message]] | None = None,
         publish: bool = True,
         change: Callable[[Published], Published] | None = None,
+        make: Callable[[int], tuple[Pack, list[Image]]] = make_pack,
     ) -> None:
         """unacknowledged: where `latest` stands. on_attach: what comes after `attached`, or the error that is
         sent instead, at attach number n (from 1). publish: whether packs are made. change: what is announced
-        instead of what is true."""
+        instead of what is true. make: the packs."""
+        self._make = make
         self.directory = directory
         self.spec_hash = spec_hash
         self.unacknowledged = unacknowledged
@@ -211,7 +213,7 @@ class FakeSidecar:
         return step
 
     def _put(self, step: int) -> Record:
-        pack, images = make_pack(step)
+        pack, images = self._make(step)
         place = self.ring.reserve(record_size(pack), timeout_seconds=10)
         for view, image in zip(write_record(pack, place), images, strict=True):
             view[:] = image

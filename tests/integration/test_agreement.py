@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.fake_sidecar import FakeSidecar
+from bagelplane.engine.pack import Pack
+from bagelplane.shm.record import Image
+from tests.integration.fake_sidecar import FakeSidecar, make_pack
+
+Maker = Callable[[int], tuple[Pack, list[Image]]]
 
 SCRIPT = Path(__file__).with_name("ranks_that_agree.py")
+pytestmark = pytest.mark.timeout(600)  # of a busy machine; torch alone takes it half a minute to load
 
 
 @pytest.fixture
@@ -32,6 +37,8 @@ def run_ranks(
     world_size: int | None = None,
     timeout_seconds: float = 30,
     load: tuple[int, ...] = (),
+    wishes: tuple[str, ...] = (),
+    makers: tuple[Maker, ...] = (),
 ) -> list[list[dict[str, Any]]]:
     """What each rank prints; its sidecar stands at the given step."""
     world_size = world_size or len(standing)
@@ -40,11 +47,11 @@ def run_ranks(
     for rank, step in enumerate(standing):
         directory = folder / f"pod-{rank}"
         directory.mkdir()
-        sidecar = FakeSidecar(directory, unacknowledged=step)
+        sidecar = FakeSidecar(directory, unacknowledged=step, make=makers[rank] if makers else make_pack)
         stack.callback(sidecar.crash)
         command = [
             sys.executable, SCRIPT, folder / "store", rank, world_size, directory, timeout_seconds,
-            *(["load"] if rank in load else []),
+            *(["load"] if rank in load else []), *wishes,
         ]  # fmt: skip
         processes.append(
             subprocess.Popen(
@@ -55,7 +62,7 @@ def run_ranks(
             )
         )
         stack.callback(processes[-1].kill)
-    outputs = [process.communicate(timeout=90) for process in processes]
+    outputs = [process.communicate(timeout=240) for process in processes]
     return [
         [json.loads(line) for line in out.splitlines() if line.startswith(b"{")] or [err]
         for out, err in outputs
@@ -77,3 +84,33 @@ def test_a_rank_that_loaded_a_state_alone_is_named_to_the_others(stack: ExitStac
     (said,) = waiting
     assert "nothing from rank 1" in said["error"]
     assert "load a state on all of them or on none" in said["error"]
+
+
+def make_pack_with_one_other_pixel(step: int) -> tuple[Pack, list[Image]]:
+    pack, images = make_pack(step)
+    if step == 4:
+        images[1][3, 2, 1] ^= 1
+    return pack, images
+
+
+@pytest.mark.slow
+def test_pods_of_one_rank_compare_their_packs_and_leave_no_keys_for_it(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    said = run_ranks(stack, tmp_path, [0, 0, 0], timeout_seconds=150, wishes=("verify",))
+    assert said == [[{"steps": 8, "readers": 1}, {"kept": []}]] * 3
+
+
+@pytest.mark.slow
+def test_a_pack_that_differs_between_pods_of_one_rank_is_an_error_that_names_both(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    makers = (make_pack, make_pack_with_one_other_pixel)
+    said = run_ranks(stack, tmp_path, [0, 0], timeout_seconds=150, wishes=("verify",), makers=makers)
+    errors = [(rank, line["error"]) for rank, lines in enumerate(said) for line in lines if "error" in line]
+    assert len(errors) == 1, said
+    ((rank, error),) = errors
+    assert f"at rank {rank}; expected" in error
+    assert f"which rank {1 - rank} was given first" in error
+    assert "data-parallel rank 0 were given different packs of step 4" in error
+    assert sorted(lines[0]["steps"] for lines in said) == [4, 8]

@@ -13,11 +13,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from bagelplane import __version__
+from bagelplane.client.place import Place
 from bagelplane.errors import (
     BagelplaneError,
     DataError,
@@ -68,17 +68,6 @@ _ERROR_CLASSES: Mapping[str, type[BagelplaneError]] = {
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which of the trainer's processes this is."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    generation: int = 0
-    """Generation of the BagelDataset that the pod was made for; 0 is unknown."""
 
 
 class _BrokenError(ConnectionError):
@@ -295,7 +284,9 @@ class Connection:
                 fix="use the data set that the run began with, or begin without a state",
             )
         place = self.place
-        attach = Attach(place.rank, place.local_rank, place.world_size, place.generation, resume)
+        attach = Attach(
+            place.rank, place.local_rank, place.world_size, place.generation, resume, place.readers or 1
+        )
         self._socket.send(attach, timeout_seconds=deadline - time.monotonic())
         self._last_seen = f"welcomed by data set {welcome.dataset!r}, attaching"
         attached = self._await(Attached, deadline)

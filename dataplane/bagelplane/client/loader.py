@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed
 
-from bagelplane.client.agreement import lowest_of_all
-from bagelplane.client.connection import Place, RingMemory
+from bagelplane.client.agreement import Peers, digest_pack, lowest_of_all, meet_peers
+from bagelplane.client.connection import RingMemory
 from bagelplane.client.conversion import Conversion
 from bagelplane.client.devices import open_device, parse_device
+from bagelplane.client.place import MeshLike, Place
 from bagelplane.client.reader import DEFAULT_TIMEOUT_SECONDS, NumpyReader
 from bagelplane.client.tensors import CpuTensors, DeviceTensors, Tensors
+from bagelplane.engine.pack import Pack
+from bagelplane.errors import SpecError
 from bagelplane.shm.protocol import Snapshotted
+from bagelplane.shm.record import Image
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,12 @@ class PackedLoader:
         local_rank: int | None = None,
         world_size: int | None = None,
         generation: int | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: MeshLike | None = None,
+        dp_dim: str | Sequence[str] | None = None,
+        readers: int | None = None,
+        verify_every: int = 0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | str | None = None,
         normalise: bool = True,
@@ -64,8 +74,16 @@ class PackedLoader:
         directory: the sidecar's run directory, or its socket in there; default `BAGELPLANE_DIR`.
         rank, world_size: default from torch.distributed when it is initialised, else RANK and WORLD_SIZE,
         else 0 of 1. local_rank: default LOCAL_RANK, else `rank`. generation: of the BagelDataset; default
-        `BAGELPLANE_GENERATION`. device: where all tensors shall be; default: in the CPU's memory.
-            Pixels go there as uint8 and become floats there, the same bits.
+        `BAGELPLANE_GENERATION`.
+        dp_rank, dp_size, or mesh and dp_dim: where processes read the same packs (tensor, context or pipeline
+            parallel); see `resolve_place` and docs/concepts/data-parallel.md. Default: each is a data-parallel rank.
+        readers: how many processes of this pod have this data-parallel rank; default: counted from the mesh, else
+            learned from the others through torch.distributed before the first pack, which all ranks then have to
+            take.
+        verify_every: processes with one data-parallel rank compare every n-th pack's digest, and one that differs is a
+            DataError. 0: never.
+        device: where all tensors shall be; default: in the CPU's memory. Pixels go there as uint8 and become floats
+            there, the same bits.
         dtype, normalise, pad, patchify, masks: what is wanted of a pack, see `Conversion`.
         prefetch: packs converted ahead of the one handed over, by a thread of the loader's own, when they are ready in
             the ring; each takes the memory of a batch. 0: the thread that iterates converts.
@@ -75,9 +93,9 @@ class PackedLoader:
             sidecars has: take the first pack on every rank, and load a state on all or on none.
         timeout_seconds: longest wait for anything; its error names what it waited for and what it last saw.
         """
-        self._must_agree = False
+        self._process = _process_of_job() if rank is None and world_size is None else None
+        self._must_agree = resume == "latest" and self._process is not None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._must_agree = resume == "latest" and rank is None and world_size is None
             rank = torch.distributed.get_rank() if rank is None else rank
             world_size = torch.distributed.get_world_size() if world_size is None else world_size
         self._timeout_seconds = timeout_seconds
@@ -90,15 +108,23 @@ class PackedLoader:
             local_rank=local_rank,
             world_size=world_size,
             generation=generation,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            mesh=mesh,
+            dp_dim=dp_dim,
+            readers=readers,
             prefetch=prefetch,
             resume=resume,
             timeout_seconds=timeout_seconds,
             memory=memory,
         )
+        self._verify_every = _check_verify_every(verify_every, self._process is not None)
+        self._must_meet = self._process is not None and (verify_every > 0 or self.place.readers is None)
+        self._peers: Peers | None = None
 
     @property
     def place(self) -> Place:
-        """Which of the trainer's processes this is: rank, local rank, world size, generation."""
+        """Whose packs this process reads: data-parallel rank, local rank, data-parallel ranks in all, generation."""
         return self._reader.place
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -106,7 +132,10 @@ class PackedLoader:
 
     def __next__(self) -> dict[str, Any]:
         self._agree()
-        return self._tensors.hand_over(self._reader.take(self._tensors.convert))
+        step, digest, converted = self._reader.take(self._digest_and_convert)
+        if digest and self._peers is not None:
+            self._peers.compare(step, digest)
+        return self._tensors.hand_over(converted)
 
     @property
     def step(self) -> int:
@@ -137,10 +166,12 @@ class PackedLoader:
 
     def snapshot(self) -> Snapshotted:
         """Has the sidecar store the place after the last batch handed over; waits until it is stored."""
+        self._meet()
         return self._reader.snapshot()
 
     def status(self) -> dict[str, Any]:
         """What the sidecar tells about itself."""
+        self._meet()
         return self._reader.status()
 
     def close(self) -> None:
@@ -155,23 +186,45 @@ class PackedLoader:
     ) -> None:
         self.close()
 
+    def _meet(self) -> None:
+        """Learns who else reads this process's packs, where that is not known or has to be."""
+        if not self._must_meet:
+            return
+        assert self._process is not None
+        rank, world_size = self._process
+        self._peers = meet_peers(
+            self.place,
+            self._reader.directory,
+            rank=rank,
+            world_size=world_size,
+            timeout_seconds=self._timeout_seconds,
+        )
+        if self.place.readers is None:
+            self._reader.set_readers(self._peers.readers)
+        self._must_meet = False
+
     def _agree(self) -> None:
         """Without a loaded state, all ranks begin at the lowest step that one of their sidecars stands at."""
+        self._meet()
         if not self._must_agree:
             return
+        assert self._process is not None
+        rank, world_size = self._process
         place, ours = self.place, self._reader.position
-        agreed = lowest_of_all(
-            ours, rank=place.rank, world_size=place.world_size, timeout_seconds=self._timeout_seconds
-        )
+        agreed = lowest_of_all(ours, rank=rank, world_size=world_size, timeout_seconds=self._timeout_seconds)
         if agreed != ours:
             logger.warning(
-                "rank %d: its sidecar stood at step %d, another rank's at %d: all go on there",
+                "data-parallel rank %d: its sidecar stood at step %d, another rank's at %d: all go on there",
                 place.rank,
                 ours // place.world_size,
                 agreed // place.world_size,
             )
             self._reader.resume(position=agreed)
         self._must_agree = False
+
+    def _digest_and_convert(self, pack: Pack, images: Sequence[Image]) -> tuple[int, str, Any]:
+        due = self._verify_every and pack.step % self._verify_every == 0
+        return pack.step, digest_pack(pack, images) if due else "", self._tensors.convert(pack, images)
 
 
 def _open_tensors(
@@ -183,3 +236,22 @@ def _open_tensors(
         return CpuTensors(conversion), None
     on_device = DeviceTensors(conversion, open_device(target))
     return on_device, on_device
+
+
+def _process_of_job() -> tuple[int, int] | None:
+    """(rank, world size) of this process under torch.distributed."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _check_verify_every(verify_every: int, is_job: bool) -> int:
+    if type(verify_every) is not int or verify_every < 0:
+        raise SpecError("verify_every must be a number of packs, 0 for never", got=repr(verify_every))
+    if verify_every and not is_job:
+        raise SpecError(
+            "packs are compared through torch.distributed, which is not initialised",
+            fix="call torch.distributed.init_process_group first and leave rank= and world_size= out, or pass "
+            "verify_every=0",
+        )
+    return verify_every

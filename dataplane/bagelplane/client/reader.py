@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from bagelplane.client.ahead import Convert, ReadAhead
-from bagelplane.client.connection import DIRECTORY_VARIABLE, Connection, Place, RingMemory
+from bagelplane.client.connection import DIRECTORY_VARIABLE, Connection, RingMemory
 from bagelplane.client.conversion import Conversion, to_arrays
+from bagelplane.client.place import MeshLike, resolve_place
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.shm.protocol import Resume, Snapshot, Snapshotted, Status, StatusRequest
 from bagelplane.shm.record import Image
 
-GENERATION_VARIABLE = "BAGELPLANE_GENERATION"
 STATE_VERSION = 1
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -30,46 +30,6 @@ T = TypeVar("T")
 def default_directory() -> Path:
     """`BAGELPLANE_DIR`, else the directory that `bagelplane run` uses for this user."""
     return Path(os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/bagelplane-{os.getuid()}")
-
-
-def place_from_environment(
-    rank: int | None, local_rank: int | None, world_size: int | None, generation: int | None
-) -> Place:
-    """What is not given comes from RANK, LOCAL_RANK, WORLD_SIZE (as torchrun sets them), else rank 0 of 1.
-
-    A rank that was given without a local rank, where LOCAL_RANK is not set, is taken as the local rank too:
-    right where all ranks are on one machine. SpecError for what is no number, or a rank outside its world.
-    """
-    if rank is None:
-        rank = _number_from("RANK", 0)
-    if local_rank is None:
-        local_rank = _number_from("LOCAL_RANK", rank)
-    if world_size is None:
-        world_size = _number_from("WORLD_SIZE", 1)
-    if generation is None:
-        generation = _number_from(GENERATION_VARIABLE, 0)
-    numbers = {"rank": rank, "local_rank": local_rank, "world_size": world_size, "generation": generation}
-    for name, value in numbers.items():
-        if not isinstance(value, int):
-            raise SpecError(f"{name} is no whole number", got=repr(value), fix=f"pass {name}= as an int")
-    if not 0 <= rank < world_size or local_rank < 0 or generation < 0:
-        raise SpecError(
-            "the rank is outside its world",
-            got=f"rank {rank}, local rank {local_rank}, world size {world_size}",
-            expected="0 <= rank < world size",
-            fix="set RANK, LOCAL_RANK and WORLD_SIZE, or pass rank=, local_rank= and world_size=",
-        )
-    return Place(rank, local_rank, world_size, generation)
-
-
-def _number_from(variable: str, default: int) -> int:
-    text = os.environ.get(variable)
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise SpecError(f"the environment variable {variable} is no number", got=repr(text)) from None
 
 
 class NumpyReader:
@@ -93,6 +53,11 @@ class NumpyReader:
         local_rank: int | None = None,
         world_size: int | None = None,
         generation: int | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: MeshLike | None = None,
+        dp_dim: str | Sequence[str] | None = None,
+        readers: int | None = None,
         conversion: Conversion | None = None,
         prefetch: int = 0,
         resume: Literal["latest", "none"] = "latest",
@@ -102,7 +67,8 @@ class NumpyReader:
         """Connects when the first pack is asked for, not here.
 
         directory: the sidecar's run directory, or its socket in there; default `BAGELPLANE_DIR`.
-        rank, local_rank, world_size, generation: see `place_from_environment`.
+        rank, local_rank, world_size, generation, dp_rank, dp_size, mesh, dp_dim: see `resolve_place`.
+        readers: how many processes of this pod read the same data-parallel rank; default: counted from `mesh`, else 1.
         conversion: what is wanted of a pack; default: the mapping of Automodel's packer.
         prefetch: packs converted ahead of the one handed over, by a thread of the reader's own, when they are ready in
             the ring; each takes the memory of a mapping. 0: the caller's thread converts.
@@ -126,10 +92,22 @@ class NumpyReader:
             )
         if type(prefetch) is not int or prefetch < 0:
             raise SpecError("prefetch must be a number of packs, 0 or more", got=repr(prefetch))
-        self.place = place_from_environment(rank, local_rank, world_size, generation)
+        self.place = resolve_place(
+            rank, local_rank, world_size, generation,
+            dp_rank=dp_rank, dp_size=dp_size, mesh=mesh, dp_dim=dp_dim, readers=readers,
+        )  # fmt: skip
         self._connection = Connection(where, self.place, timeout_seconds=timeout_seconds, memory=memory)
         self._ahead = ReadAhead(prefetch, timeout_seconds=timeout_seconds)
         self._resume = Resume(resume)
+
+    @property
+    def directory(self) -> Path:
+        """The sidecar's run directory."""
+        return self._connection.directory
+
+    def set_readers(self, readers: int) -> None:
+        """How many processes of this pod read the same packs, where that is learned later; before the first pack."""
+        self.place = self._connection.place = replace(self.place, readers=readers)
 
     # -- packs
 
