@@ -99,7 +99,7 @@ def inject(
     trainer = _find_trainer(new, containers)
     where = f"container {trainer['name']}"
     hinted = dict(hints) | _literal_environment(trainer, where)
-    ranks = _local_ranks(trainer, hinted, where)
+    ranks = _data_parallel_ranks(new, _local_ranks(trainer, hinted, where), where)
     resume = _resume_step(new)
     sidecar = _build_sidecar(dataset, defaults, generation, hinted, ranks, resume)
     sidecar["securityContext"] = _build_security_context(spec, trainer, where)
@@ -335,7 +335,7 @@ def _enter_trainer(trainer: Object, generation: int, where: str) -> None:
 
 
 def _local_ranks(trainer: Object, hinted: Mapping[str, str], where: str) -> int:
-    """How many rings the volume must hold: what torchrun is told, else a rank for each GPU, else one."""
+    """How many processes train in the pod: what torchrun is told, else one for each GPU, else one."""
     text = hinted.get(naming.RANKS_ENV, "")
     if not (text.isascii() and text.isdecimal()):
         resources = _part(trainer, "resources", where, optional=True)
@@ -353,6 +353,28 @@ def _local_ranks(trainer: Object, hinted: Mapping[str, str], where: str) -> int:
             fix="correct nprocPerNode",
         )
     return int(digits)
+
+
+def _data_parallel_ranks(pod: Object, local_ranks: int, where: str) -> int:
+    """How many rings the volume must hold: one for each process, unless the pod says that some read the same packs."""
+    annotations = _texts(_part(pod, "metadata", ""), "annotations", "metadata")
+    text = annotations.get(naming.DATA_PARALLEL_RANKS_ANNOTATION)
+    if text is None:
+        return local_ranks
+    if (
+        text.isascii()
+        and text.isdecimal()
+        and len(text) <= len(str(MAX_RANKS))
+        and 1 <= int(text) <= local_ranks
+    ):
+        return int(text)
+    raise SpecError(
+        f"the annotation {naming.DATA_PARALLEL_RANKS_ANNOTATION} is no number of data-parallel ranks in this pod",
+        got=repr(text[:20]),
+        expected=f"1 to {local_ranks}, the processes that {where} runs ({naming.RANKS_ENV}, else its GPUs)",
+        fix="write the processes of the pod divided by those that read the same packs (tensor, context and "
+        'pipeline parallel in the pod), in quotes, for example "2"; or correct nprocPerNode',
+    )
 
 
 def _literal_environment(trainer: Object, where: str) -> dict[str, str]:

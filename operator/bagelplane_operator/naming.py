@@ -16,6 +16,7 @@ DATASET_LABEL = "bagelplane.io/dataset"
 INJECT_ANNOTATION = "bagelplane.io/inject"
 TRAINER_CONTAINER_ANNOTATION = "bagelplane.io/trainer-container"
 RESUME_STEP_ANNOTATION = "bagelplane.io/resume-step"
+DATA_PARALLEL_RANKS_ANNOTATION = "bagelplane.io/data-parallel-ranks"
 
 # What the webhook writes back.
 INJECTED_ANNOTATION = "bagelplane.io/injected"

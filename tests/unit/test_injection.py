@@ -29,7 +29,7 @@ from bagelplane_operator.injection import (
 from tests.restricted import container_violations, violations
 
 DATA = Path(__file__).parent / "data" / "injection"
-CASES = ("pytorchjob-master", "pytorchjob-worker", "plain", "trainjob-node")
+CASES = ("pytorchjob-master", "pytorchjob-worker", "plain", "trainjob-node", "tensor-parallel")
 DEFAULTS = InjectionDefaults("registry.example.com/bagelplane:1", "IfNotPresent")
 
 Pod = dict[str, Any]
@@ -405,6 +405,26 @@ def test_a_memory_limit_below_the_rings_is_refused_with_the_numbers() -> None:
         SpecError, match="got 1Gi for 4 ranks with rings of 256Mi each; expected more than 1024Mi"
     ):
         injected(plain(env=[{"name": "PET_NPROC_PER_NODE", "value": "4"}]), tight)
+
+
+def test_a_pod_whose_processes_share_ranks_has_a_ring_for_each_rank() -> None:
+    env = [{"name": "PET_NPROC_PER_NODE", "value": "8"}]
+    shared = injected(annotated(plain(env=env), data_parallel_ranks="2"))
+    two = injected(plain(env=[{"name": "PET_NPROC_PER_NODE", "value": "2"}]))
+    assert ranks_of(shared) == "2"
+    assert sidecar_of(shared)["resources"] == sidecar_of(two)["resources"]
+    assert shared["spec"]["volumes"] == two["spec"]["volumes"]
+    assert ranks_of(injected(annotated(plain(env=env), data_parallel_ranks="8"))) == "8"
+
+
+@pytest.mark.parametrize("number", ["0", "9", "-1", "1.5", "", "two", "١", "9" * 5000])
+def test_data_parallel_ranks_that_the_processes_do_not_allow_are_refused(number: str) -> None:
+    env = [{"name": "PET_NPROC_PER_NODE", "value": "8"}]
+    with pytest.raises(
+        SpecError, match=r"bagelplane\.io/data-parallel-ranks .*expected 1 to 8.*Fix: "
+    ) as caught:
+        injected(annotated(plain(env=env), data_parallel_ranks=number))
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("step", ["0", "1200", str(2**63 - 1), "latest", "none"])
