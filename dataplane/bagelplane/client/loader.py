@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed
+from torch.utils.data import IterableDataset, get_worker_info
 
 from bagelplane.client.agreement import Peers, digest_pack, lowest_of_all, meet_peers
 from bagelplane.client.connection import RingMemory
@@ -26,7 +27,7 @@ from bagelplane.shm.record import Image
 logger = logging.getLogger(__name__)
 
 
-class PackedLoader:
+class PackedLoader(IterableDataset[dict[str, Any]]):
     """Iterates over the packs of one rank, for ever, from where it stands; a trainer's data loader.
 
         loader = PackedLoader()
@@ -43,6 +44,8 @@ class PackedLoader:
     itself and continues with the next pack. Not for use by two threads at once, nor in worker processes:
     there is nothing to do for them. Nor after a fork: connection and thread stay with the process that iterated, a
     child makes a loader of its own.
+
+    It is an IterableDataset, for trainers that insist on a DataLoader: one with `num_workers=0` gives its packs.
     """
 
     def __init__(
@@ -128,6 +131,13 @@ class PackedLoader:
         return self._reader.place
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        if worker is not None:
+            raise SpecError(
+                "PackedLoader takes packs in the trainer's own process, not in a DataLoader's worker",
+                got=f"worker {worker.id} of {worker.num_workers}",
+                fix="num_workers=0: the sidecar does the work",
+            )
         return self
 
     def __next__(self) -> dict[str, Any]:
