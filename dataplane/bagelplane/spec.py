@@ -40,6 +40,7 @@ from bagelplane.spec_parts import (
     ImageTransform,
     Model,
     Resources,
+    Resume,
     Ring,
     SecretRef,
     Sharding,
@@ -72,6 +73,7 @@ __all__ = [
     "Metadata",
     "Model",
     "Resources",
+    "Resume",
     "Ring",
     "SecretRef",
     "Sharding",
@@ -83,6 +85,7 @@ __all__ = [
     "load_dataset",
     "refuse_unsupported",
     "spec_hash",
+    "stream_spec",
 ]
 
 API_VERSION = "bagelplane.io/v1alpha1"
@@ -101,6 +104,7 @@ class DatasetSpec(SpecModel):
     model: Model = field("What the stream must know of the model.", factory=Model)
     sharding: Sharding = field("Who reads which part of the data.", factory=Sharding)
     snapshots: Snapshots = field("Where the stream's state is kept.", factory=Snapshots)
+    resume: Resume = field("What may change when a run goes on.", factory=Resume)
     drops: Drops = field("When too many rows are dropped.", factory=Drops)
     images: Images = field("Limits on images.", factory=Images)
     dataplane: Dataplane = field("How the sidecar runs.", factory=Dataplane)
@@ -242,14 +246,14 @@ def refuse_unsupported(
         raise InvalidDatasetError(source, problems)
 
 
-def spec_hash(dataset: BagelDataset) -> str:
-    """SHA-256 (64 hex digits) of all that determines the stream; a snapshot belongs to one such hash.
+def stream_spec(dataset: BagelDataset) -> dict[str, Any]:
+    """All of a resource that determines the stream, as in YAML.
 
     Where things are stored and how the sidecar runs are left out. So are values equal to their default, so
     that a field added in a later release leaves old hashes as they are; defaults therefore never change
     within a version of the API (a test holds them).
     """
-    determining = dataset.spec.model_dump(
+    return dataset.spec.model_dump(
         mode="json",
         include={
             "profile": True,
@@ -264,7 +268,11 @@ def spec_hash(dataset: BagelDataset) -> str:
         exclude={"budgets": {"flex_block_size"}},
         exclude_defaults=True,
     )
-    return _digest(determining)
+
+
+def spec_hash(dataset: BagelDataset) -> str:
+    """SHA-256 (64 hex digits) of all that determines the stream; a snapshot belongs to one such hash."""
+    return _digest(stream_spec(dataset))
 
 
 def config_hash(dataset: BagelDataset) -> str:

@@ -66,8 +66,9 @@ def _type_text(annotation: Any, metadata: Sequence[object]) -> str:
         return " or ".join(_type_text(part, ()) for part in arguments if part is not type(None))
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
-    if origin is tuple and arguments[0] in _PLAIN:
-        return f"list of {_PLAIN[arguments[0]]}s"
+    if origin is tuple and child_model(arguments[0]) is None:
+        plural = f"{_PLAIN[arguments[0]]}s" if arguments[0] in _PLAIN else _type_text(arguments[0], ())
+        return f"list of {plural}"
     return {tuple: "list of mappings", dict: "mapping"}.get(origin) or _PLAIN.get(annotation, "mapping")
 
 

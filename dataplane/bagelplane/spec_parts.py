@@ -394,6 +394,23 @@ class Snapshots(SpecModel):
     )
 
 
+CHANGEABLE = ("tokenizer", "groups", "budgets", "conditioning", "model", "images", "data")
+"""What `resume.allowSpecChange` may name. Without the same profile and sharding a state means nothing."""
+
+
+class Resume(SpecModel):
+    """What a run may change that goes on from a snapshot. Does not change the stream by itself."""
+
+    allow_spec_change: tuple[
+        Literal["tokenizer", "groups", "budgets", "conditioning", "model", "images", "data"], ...
+    ] = field(
+        "Parts of the spec that may differ from those of the snapshot that is resumed from; data: its objects.",
+        factory=tuple,
+        max_length=len(CHANGEABLE),
+        strict=False,
+    )
+
+
 class Drops(SpecModel):
     max_consecutive: int = field(
         "Rows of a group that may be dropped one after the other before the run fails and names the reason.",

@@ -153,6 +153,8 @@ def _build_plain_type(annotation: Any) -> Schema:
         return {"type": "string", "enum": list(arguments)}
     if origin is dict:
         return {"type": "object", "additionalProperties": _build_type(arguments[1], ())}
+    if origin is tuple and typing.get_origin(arguments[0]) is Literal:
+        return {"type": "array", "items": _build_plain_type(arguments[0]), "x-kubernetes-list-type": "atomic"}
     if origin is tuple:
         items = build_object(arguments[0])
         key = next(name for name in _LIST_KEYS if name in items["required"])

@@ -104,7 +104,7 @@ def inject(
     sidecar = _build_sidecar(dataset, defaults, generation, hinted, ranks, resume)
     sidecar["securityContext"] = _build_security_context(spec, trainer, where)
     identity_env, identity_mounts = _identity(trainer, where)
-    sidecar["env"] += identity_env
+    sidecar["env"] += [*_run_id(new), *identity_env]
     sidecar["volumeMounts"] += identity_mounts
     _enter_trainer(trainer, generation, where)
     # First: init containers after it, and all others, start when packs can be served.
@@ -385,6 +385,20 @@ def _literal_environment(trainer: Object, where: str) -> dict[str, str]:
         if isinstance(name, str) and isinstance(value, str) and "$(" not in value:
             values[name] = value
     return values
+
+
+def _run_id(pod: Object) -> list[Object]:
+    """The variable that says which job's pod this is: pods of one job write one run's snapshots.
+
+    What the annotation says; else the pod's JobSet, or whoever owns it. A template's owner is not known yet.
+    """
+    metadata = _part(pod, "metadata", "")
+    labels, annotations = (_texts(metadata, part, "metadata") for part in ("labels", "annotations"))
+    owners = _entries(metadata, "ownerReferences", "metadata")
+    found = [annotations.get(naming.RUN_ID_ANNOTATION), *(labels.get(name) for name in naming.JOBSET_LABELS)]
+    found += [owner.get("uid") for owner in owners if owner.get("controller")]
+    run_id = next((text for text in found if isinstance(text, str) and text), None)
+    return [{"name": naming.RUN_ID_ENV, "value": run_id}] if run_id else []
 
 
 def _resume_step(pod: Object) -> str | None:

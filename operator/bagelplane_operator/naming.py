@@ -17,6 +17,9 @@ INJECT_ANNOTATION = "bagelplane.io/inject"
 TRAINER_CONTAINER_ANNOTATION = "bagelplane.io/trainer-container"
 RESUME_STEP_ANNOTATION = "bagelplane.io/resume-step"
 DATA_PARALLEL_RANKS_ANNOTATION = "bagelplane.io/data-parallel-ranks"
+RUN_ID_ANNOTATION = "bagelplane.io/run-id"
+JOBSET_LABELS = ("jobset.sigs.k8s.io/jobset-uid", "jobset.sigs.k8s.io/jobset-name")
+"""Its pods are of several Jobs; in this order, the uid is there in later releases only."""
 
 # What the webhook writes back.
 INJECTED_ANNOTATION = "bagelplane.io/injected"
@@ -66,6 +69,7 @@ READY_PATH = "/readyz"
 RUN_DIR_ENV = "BAGELPLANE_DIR"
 CREDENTIALS_DIR_ENV = "BAGELPLANE_CREDENTIALS_DIR"
 GENERATION_ENV = "BAGELPLANE_GENERATION"
+RUN_ID_ENV = "BAGELPLANE_RUN_ID"
 NODES_ENV = "PET_NNODES"
 RANKS_ENV = "PET_NPROC_PER_NODE"
 GPU_RESOURCE = "nvidia.com/gpu"

@@ -26,7 +26,7 @@ from bagelplane.spec import BagelDataset
 from tests.integration.fake_stream import Topology, open_rank_stream
 
 REPOSITORY = Path(__file__).parents[2]
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 90.0
 FAKE_STREAM = "tests.integration.fake_stream:open_rank_stream"
 
 

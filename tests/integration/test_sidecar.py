@@ -427,7 +427,8 @@ def test_a_snapshot_asked_for_is_complete_when_all_ranks_are_there(start: Start,
         take(first, 7)
         take(second, 5)
         answer = first.snapshot()
-        assert (answer.step, answer.uri) == (7, store.step_uri(7))
+        assert answer.step == 7
+        assert answer.uri.startswith(f"{store.uri}/step-000000000007-"), "and the run's id"
         assert store.load("latest") is None, "rank 1 has not come so far"
         take(second, 2)
         wait_for(lambda: store.load("latest"), "the snapshot's completion")
@@ -509,7 +510,7 @@ def test_sigterm_ends_within_the_grace_period_when_the_store_is_away(start: Star
     sidecar = start(dataset, grace_seconds=8.0)
     with sidecar.reader() as reader:
         take(reader, 3)
-        snapshots.rmdir()
+        snapshots.rename(tmp_path / "away")
         snapshots.write_text("a file where the folder should be")
         begun = time.monotonic()
         assert sidecar.terminate() == 0, sidecar.tail()

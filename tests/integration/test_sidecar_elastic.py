@@ -102,7 +102,7 @@ def test_two_ranks_then_four_in_mid_round_then_one_give_the_undisturbed_run(
     entries = store.entries()
     assert [entry.step for entry in entries][-1] == 28
     assert {entry.condition for entry in entries} == {"complete"}
-    assert entries[-1].uri.endswith("/position-000000000028")
+    assert entries[-1].uri.endswith(f"/position-000000000028-{entries[-1].run}")
 
 
 def test_a_running_sidecar_goes_on_at_another_world_size_without_snapshots(tmp_path: Path) -> None:

@@ -433,6 +433,22 @@ def test_the_annotation_says_where_to_resume(step: str) -> None:
     assert "--resume" not in sidecar_of(injected(plain()))["args"]
 
 
+def test_the_sidecar_is_told_which_job_its_pod_is_of() -> None:
+    def run_id(pod: Any) -> list[str]:
+        return [
+            item["value"] for item in sidecar_of(injected(pod))["env"] if item["name"] == "BAGELPLANE_RUN_ID"
+        ]
+
+    pod = plain()
+    assert run_id(pod) == [], "a template has no owner yet: ranks tell runs apart"
+    owners = [{"uid": "other", "kind": "X"}, {"uid": "of-the-job", "controller": True}]
+    pod["metadata"]["ownerReferences"] = owners
+    assert run_id(pod) == ["of-the-job"]
+    pod["metadata"]["labels"]["jobset.sigs.k8s.io/jobset-name"] = "set"
+    assert run_id(pod) == ["set"], "pods of a JobSet are owned by several Jobs"
+    assert run_id(annotated(pod, run_id="mine")) == ["mine"]
+
+
 @pytest.mark.parametrize("step", ["-1", "1.5", "", "newest", "١٢", str(2**63), "1 200", "9" * 5000])
 def test_a_step_that_is_none_is_refused(step: str) -> None:
     with pytest.raises(SpecError, match=r"bagelplane\.io/resume-step is not understood") as caught:

@@ -70,6 +70,7 @@ spec:
     interpolatePositions: false
   sharding: {mode: Bagel, streams: 64, workersPerRank: 0, dataSeed: 42, globalSeed: 0}
   snapshots: {uri: s3://bucket/snapshots/, everySteps: 100, keepLast: 5, keepEvery: 10000}
+  resume: {allowSpecChange: [groups]}
   drops: {maxConsecutive: 1000}
   images: {maxPixels: 89000000}
   dataplane:
@@ -211,7 +212,10 @@ def edges(schema: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
         pad = scheme + letter * (most - len(scheme))
         yield "maxLength", pad if not digits or most > 100 else None, pad + letter
         yield "minLength", None, ""
-    if "maxItems" in schema:
+    if "maxItems" in schema and "enum" in schema["items"]:
+        words = schema["items"]["enum"][:1] * (schema["maxItems"] + 1)
+        yield "maxItems", words[:-1], words
+    elif "maxItems" in schema:
         entries = [{"name": f"n{i}", "type": "other", "uri": "x"} for i in range(schema["maxItems"] + 1)]
         for entry in entries:
             del entry["uri" if "datasets" in schema["items"]["properties"] else "type"]
@@ -354,7 +358,8 @@ def test_everything_is_typed_described_and_bounded() -> None:
         assert ("type" in schema) != ("x-kubernetes-int-or-string" in schema)
         if schema.get("type") == "array":
             assert "maxItems" in schema
-            assert schema["x-kubernetes-list-type"] == "map"
+            kind = schema["x-kubernetes-list-type"]
+            assert kind == ("atomic" if "enum" in schema["items"] else "map")
         if "additionalProperties" in schema:
             assert "maxProperties" in schema
         for name, below in schema.get("properties", {}).items():

@@ -51,7 +51,11 @@ COMMANDS = (
         "bagelplane.cli.inject:inject_command",
         "Put the sidecar into manifests, without the webhook.",
     ),
-    Command("snapshots", "bagelplane.cli.snapshots:app", "List and show the stored states of a run."),
+    Command(
+        "snapshots",
+        "bagelplane.cli.snapshots:app",
+        "List, show, compare, check and prune the stored states of a run.",
+    ),
     Command("demo", "bagelplane.cli.demo:demo", "See it all work on data that it makes itself."),
     Command("info", "bagelplane.cli.info:info", "What is installed here and what this machine offers."),
     Command("version", "bagelplane.cli.info:version", "Print the version."),

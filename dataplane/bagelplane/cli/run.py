@@ -61,6 +61,16 @@ def run(
     grace: Annotated[
         float, typer.Option(min=1.0, help="Seconds from SIGTERM to the end; the last snapshot takes most.")
     ] = 25.0,
+    run_id: Annotated[
+        str,
+        typer.Option(
+            "--run-id",
+            envvar="BAGELPLANE_RUN_ID",
+            help="The same text for all sidecars of one job: they write one run's snapshots, and another job is kept "
+            "off. In Kubernetes the webhook sets it.",
+            show_default="PET_RDZV_ID or TORCHELASTIC_RUN_ID, else none: ranks tell runs apart",
+        ),
+    ] = "",
     any_user: Annotated[
         bool,
         typer.Option(
@@ -100,6 +110,7 @@ def run(
         status_host=status_host,
         status_port=status_port,
         grace_seconds=grace,
+        run_id=run_id or rendezvous_id(os.environ),
         generation=_number(os.environ, "BAGELPLANE_GENERATION") or 0,
         any_user=any_user,
         stream_factory=stream_factory,
@@ -146,6 +157,12 @@ def expected_ranks(environment: Mapping[str, str], ranks: int | None = None) -> 
     if ranks is None:
         return local, world_size
     return ranks, max(ranks, world_size * ranks // local if ranks < local else world_size)
+
+
+def rendezvous_id(environment: Mapping[str, str]) -> str:
+    """What torchrun calls the job; empty where nobody named it."""
+    names = ("PET_RDZV_ID", "TORCHELASTIC_RUN_ID")
+    return next((environment[name] for name in names if environment.get(name) not in (None, "", "none")), "")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

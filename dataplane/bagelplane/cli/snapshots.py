@@ -1,22 +1,37 @@
-"""`bagelplane snapshots`: what states are stored, and whether they can be used."""
+"""`bagelplane snapshots`: what states are stored, whether they can be used, and what differs between them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bagelplane.cli.import_checkpoint import import_checkpoint
-from bagelplane.cli.output import Format, FormatOption, print_json, print_line, print_table
-from bagelplane.errors import SnapshotError, SpecError
+from bagelplane.cli.output import (
+    Format,
+    FormatOption,
+    print_json,
+    print_line,
+    print_note,
+    print_table,
+    progress,
+)
+from bagelplane.errors import SnapshotError, SpecError, StorageError
+from bagelplane.settings import storage_settings
+from bagelplane.sidecar.changes import data_changes, manifest_changes, spec_changes
+from bagelplane.sidecar.fingerprint import Fingerprint, take_fingerprint
+from bagelplane.sidecar.retention import Retention
 from bagelplane.sidecar.snapshots import Manifest, SnapshotEntry, SnapshotStore
-from bagelplane.sidecar.store import open_snapshot_store
+from bagelplane.sidecar.store import open_snapshot_store, retention_of
 from bagelplane.spec import load_dataset
 from bagelplane.storage import StorageSettings, open_storage
 
-app = typer.Typer(help="Look at the snapshots of a run.", no_args_is_help=True)
+app = typer.Typer(help="Look at the snapshots of a run, compare, check and prune them.", no_args_is_help=True)
 
 app.command("import")(import_checkpoint)
 
@@ -44,8 +59,11 @@ def list_snapshots(
     if output is Format.JSON:
         print_json({"uri": store.uri, "snapshots": [entry_as_json(entry) for entry in entries]})
         return
-    rows = [(entry.step, entry.condition, *_columns(entry.manifest), entry.problem) for entry in entries]
-    columns = ("step", "condition", "ranks", "workers", "bytes", "spec hash", "problem")
+    rows = [
+        (entry.step, entry.condition, entry.run, *_columns(entry.manifest), entry.problem)
+        for entry in entries
+    ]
+    columns = ("step", "condition", "run", "ranks", "workers", "bytes", "spec hash", "problem")
     print_table(f"{len(entries)} snapshots below {store.uri}", columns, rows)
 
 
@@ -72,7 +90,10 @@ def show_snapshot(
         return
     topology = manifest.topology
     print_line(f"{manifest.uri}\n{topology.unit} {manifest.step} of dataset {manifest.dataset}, {topology}")
-    print_line(f"spec hash {manifest.spec_hash}")
+    print_line(f"spec hash {manifest.spec_hash}, run {manifest.run or 'unknown'}")
+    if manifest.data:
+        data = store.read_data(manifest)
+        print_line(f"data {manifest.data[:12]}: {len(data.objects)} objects, {data.size_bytes} bytes")
     print_line(", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     rows = [
         (
@@ -85,6 +106,170 @@ def show_snapshot(
         for rank, (file, state) in enumerate(zip(manifest.ranks, states, strict=True))
     ]
     print_table("", ("rank", "stored bytes", "state bytes", "dropped rows", "sha256"), rows)
+
+
+@app.command("diff")
+def diff_snapshots(
+    target: Target,
+    before: Annotated[str, typer.Argument(help="A step, or latest.")],
+    after: Annotated[
+        str, typer.Argument(help="A step, latest, or now: the resource and its data as they are.")
+    ] = "now",
+    output: FormatOption = Format.TABLE,
+    endpoint_url: EndpointOption = None,
+) -> None:
+    """Tell what differs between two snapshots: spec, data, topology, step, versions; and whether a run may resume
+    across it.
+
+    With a resource file, what its `resume.allowSpecChange` names may differ. Ends with exit code 8 if a resume is
+    refused.
+
+    Example: bagelplane snapshots diff dataset.yaml latest
+    """
+    store = open_store(target, endpoint_url)
+    old, new = _side(store, target, before), _side(store, target, after)
+    changes = [
+        *spec_changes(old.spec, new.spec, store.allowed),
+        *(data_changes(old.data, new.data, store.allowed) if old.data and new.data else ()),
+        *(manifest_changes(old.manifest, new.manifest) if old.manifest and new.manifest else ()),
+    ]
+    refused = [change for change in changes if change.verdict == "refused"]
+    unknown = [
+        name
+        for name, known in (("spec", old.spec and new.spec), ("data", old.data and new.data))
+        if not known
+    ]
+    if output is Format.JSON:
+        found = [asdict(change) for change in changes]
+        print_json({"changes": found, "unknown": unknown, "resume_allowed": not refused})
+    else:
+        rows = [(c.kind, c.name, c.before, c.after, c.verdict) for c in changes]
+        print_table(f"{before} against {after}", ("what", "name", before, after, "resume"), rows)
+        if unknown:
+            print_note(f"not compared, since a side does not say it: {', '.join(unknown)}")
+        print_line("a resume across this is refused" if refused else "a resume across this is allowed")
+    if refused:
+        raise typer.Exit(SnapshotError.exit_code)
+
+
+@app.command("prune")
+def prune_snapshots(
+    target: Target,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(min=1, help="Newest snapshots to keep.", show_default="the resource's keepLast"),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Keep one of each stretch of so many steps.", show_default="the resource's keepEvery"
+        ),
+    ] = None,
+    other_runs: Annotated[
+        bool, typer.Option("--other-runs", help="Also those that are not of the present run's history.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    output: FormatOption = Format.TABLE,
+    endpoint_url: EndpointOption = None,
+) -> None:
+    """Delete old snapshots, by the rule that a sidecar follows: never the newest, nothing that keepEvery keeps.
+
+    Example: bagelplane snapshots prune dataset.yaml --keep-last 1 --dry-run
+    """
+    store = open_store(target, endpoint_url)
+    retention = retention_of(load_dataset(target)) if Path(target).is_file() else None
+    if retention is None and keep_last is None:
+        raise SpecError("--keep-last is needed with a URI", fix="say how many of the newest are to be kept")
+    if keep_last is not None:
+        retention = Retention(keep_last, retention.keep_every if retention else None)
+    assert retention is not None
+    retention = replace(retention, keep_every=keep_every or retention.keep_every)
+    entries = store.entries()
+    doomed = retention.doomed(entries)
+    if other_runs:
+        doomed += [entry for entry in entries if entry.condition == "superseded"]
+    for entry in doomed if not dry_run else ():
+        store.delete(entry)
+    if output is Format.JSON:
+        print_json(
+            {"uri": store.uri, "deleted": not dry_run, "snapshots": [entry_as_json(e) for e in doomed]}
+        )
+        return
+    rows = [(entry.step, entry.condition, entry.run, entry.uri) for entry in doomed]
+    done = "would be deleted" if dry_run else "deleted"
+    print_table(
+        f"{len(doomed)} of {len(entries)} snapshots {done}", ("step", "condition", "run", "folder"), rows
+    )
+
+
+@app.command("verify")
+def verify_snapshots(
+    target: Target, output: FormatOption = Format.TABLE, endpoint_url: EndpointOption = None
+) -> None:
+    """Read every state of every snapshot and check all checksums.
+
+    Ends with exit code 8 if one is missing or damaged. One that was never finished is none.
+
+    Example: bagelplane snapshots verify s3://bucket/snapshots/
+    """
+    store = open_store(target, endpoint_url).for_any_spec()
+    entries = store.entries()
+    found: list[tuple[SnapshotEntry, list[str]]] = []
+    with progress("snapshots", len(entries)) as advance:
+        for entry in entries:
+            found.append((entry, _problems(store, entry)))
+            advance(1)
+    damaged = [entry for entry, problems in found if problems]
+    if output is Format.JSON:
+        lines = [{**entry_as_json(entry), "problems": problems} for entry, problems in found]
+        print_json({"uri": store.uri, "snapshots": lines})
+    else:
+        rows = [(entry.step, entry.condition, "; ".join(problems) or "in order") for entry, problems in found]
+        title = f"{len(entries)} snapshots below {store.uri}, {len(damaged)} damaged"
+        print_table(title, ("step", "condition", "what was found"), rows)
+    if damaged:
+        raise typer.Exit(SnapshotError.exit_code)
+
+
+def _problems(store: SnapshotStore, entry: SnapshotEntry) -> list[str]:
+    """What is wrong with the objects of one snapshot."""
+    if entry.manifest is None:
+        return [entry.problem] if entry.condition == "unusable" else []
+    looks: list[Callable[[], object]] = [
+        partial(store.load_state, entry.manifest, rank) for rank in range(len(entry.manifest.ranks))
+    ]
+    looks += [partial(store.read_data, entry.manifest)] if entry.manifest.data else []
+    problems = []
+    for look in looks:
+        try:
+            look()
+        except (SnapshotError, StorageError) as error:
+            problems.append(str(error))
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side of a comparison; what is empty or None is not known."""
+
+    spec: Mapping[str, Any]
+    data: Fingerprint | None
+    manifest: Manifest | None
+
+
+def _side(store: SnapshotStore, target: str, which: str) -> _Side:
+    if which == "now":
+        if not Path(target).is_file():
+            raise SpecError(
+                "now is the resource as it is", got=f"the URI {target}", fix="give the resource file"
+            )
+        dataset = load_dataset(target)
+        return _Side(store.spec, take_fingerprint(dataset, open_storage(storage_settings(dataset))), None)
+    reader = store.for_any_spec()
+    manifest = reader.load("latest" if which == "latest" else _parse_step(which))
+    if manifest is None:
+        raise SnapshotError(f"no complete snapshot below {store.uri}", fix="check the address")
+    return _Side(manifest.spec, reader.read_data(manifest) if manifest.data else None, manifest)
 
 
 def open_store(target: str, endpoint_url: str | None = None) -> SnapshotStore:
@@ -101,7 +286,12 @@ def open_store(target: str, endpoint_url: str | None = None) -> SnapshotStore:
 
 def entry_as_json(entry: SnapshotEntry) -> dict[str, Any]:
     """A listing's line for programs."""
-    body: dict[str, Any] = {"step": entry.step, "uri": entry.uri, "condition": entry.condition}
+    body: dict[str, Any] = {
+        "step": entry.step,
+        "uri": entry.uri,
+        "condition": entry.condition,
+        "run": entry.run,
+    }
     if entry.problem:
         body["problem"] = entry.problem
     if entry.manifest is not None:

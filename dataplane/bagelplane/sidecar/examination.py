@@ -15,11 +15,12 @@ from typing import Literal
 
 from bagelplane.errors import BagelplaneError, SnapshotError, StorageError
 from bagelplane.settings import storage_settings
+from bagelplane.sidecar.fingerprint import take_fingerprint
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, load_factory
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset
-from bagelplane.storage import StorageSettings, open_storage
+from bagelplane.storage import Storage, StorageSettings, open_storage
 from bagelplane.stream import Look
 
 _BUCKET = re.compile(r"[a-z0-9]+://[^/\s]+")
@@ -69,8 +70,9 @@ def examine(
     module, _ = load_factory(stream_factory)
     found.store = open_snapshot_store(dataset, storage)
     source_looks: Iterator[Look] = module.source_looks(dataset, world_size, storage)
+    data_looks = _data_looks(found, dataset, storage) if stream_factory == DEFAULT_STREAM_FACTORY else ()
     failing_seconds, refused_place = 0.0, ""
-    for place, look in itertools.chain(source_looks, _snapshot_looks(found, resume)):
+    for place, look in itertools.chain(source_looks, data_looks, _snapshot_looks(found, resume)):
         if place == refused_place:
             continue  # the same store would say the same once more
         begun = time.monotonic()
@@ -93,6 +95,18 @@ def examine(
                 )
                 break
     return found
+
+
+def _data_looks(found: Examination, dataset: BagelDataset, storage: Storage) -> Iterator[Look]:
+    """What the data are, to be compared with what a snapshot was taken of; not where they cannot be read."""
+    store = found.store
+    if store is None or found.problems:
+        return
+
+    def look() -> None:
+        store.data = take_fingerprint(dataset, storage)
+
+    yield "spec.groups", look
 
 
 def _snapshot_looks(found: Examination, resume: Literal["latest", "none"] | int) -> Iterator[Look]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ConfigDict
 
 from bagelplane import jpeg, resampling
+from bagelplane.sidecar.lease import RunLease
 from bagelplane.sidecar.rank import RankServer
 from bagelplane.sidecar.tally import Drops
 from bagelplane.sidecar.tally import Histogram as Counted
@@ -121,6 +122,21 @@ class RankStatus(StatusModel):
     drops_here: dict[str, Counts] = field("Those since the rank was first served here.", unit="rows")
 
 
+class RunStatus(StatusModel):
+    id: str = field("The run's id; folders of its snapshots end with it.")
+    number: int = field("How many runs wrote there, this one included.", unit="runs")
+    job: str | None = field("What its sidecars have in common (`--run-id`); null when nobody said.", None)
+    began: str = field("When it began, by the clock of the host that began it.")
+    began_by: str = field("That host and process.")
+    continues: str | None = field(
+        "Id of the run that it goes on from; null when it began at the start, empty before there were runs.",
+        None,
+    )
+    continues_from: int | None = field(
+        "Packs that lay behind there, as the folders of snapshots count them.", None, unit="packs"
+    )
+
+
 class SnapshotStatus(StatusModel):
     uri: str | None = field("Where snapshots are stored; null when nowhere.", None)
     last_step: int | None = field("Step of the newest complete one of this sidecar's.", None, unit="step")
@@ -134,6 +150,7 @@ class SnapshotStatus(StatusModel):
     written_bytes: int = field("Size of all that was written to the store.", unit="bytes")
     retries: Counts = field("Requests made again by cause, as in `ranks[].storage`.")
     problem: str = field("What the last attempt failed with; empty while all is well.")
+    run: RunStatus | None = field("The run that they are written for; null when nothing is written.", None)
 
 
 class SidecarStatus(StatusModel):
@@ -187,6 +204,7 @@ def build_status(
 
 def _snapshot_status(supervisor: Supervisor, world_size: int) -> SnapshotStatus:
     writer, elastic = supervisor.snapshots, supervisor.streams
+    lease = writer.lease
     health, last, costs = writer.health, writer.health.last_step, writer.costs
     return SnapshotStatus(
         uri=writer.uri,
@@ -200,7 +218,21 @@ def _snapshot_status(supervisor: Supervisor, world_size: int) -> SnapshotStatus:
         waiting=writer.waiting,
         written_bytes=costs["written_bytes"],
         retries=costs["retries"],
-        problem=health.problem,
+        problem=health.problem or (str(lease.problem) if lease is not None and lease.problem else ""),
+        run=_run_status(lease) if lease is not None else None,
+    )
+
+
+def _run_status(lease: RunLease) -> RunStatus:
+    run, origin = lease.run, lease.run.origin
+    return RunStatus(
+        id=run.id,
+        number=run.number,
+        job=run.job or None,
+        began=run.began,
+        began_by=run.began_by,
+        continues=origin.run if origin is not None else None,
+        continues_from=origin.step if origin is not None else None,
     )
 
 

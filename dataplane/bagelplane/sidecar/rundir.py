@@ -71,6 +71,12 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def lock_identity(self) -> str:
+        """Of the file that is locked: one who held it before is dead."""
+        status = os.fstat(self._lock_fd)
+        return f"{status.st_dev}:{status.st_ino}"
+
     def ring_path(self, number: int) -> Path:
         return self.path / ring_name(number)
 

@@ -71,6 +71,12 @@ class Manifest:
     ranks: tuple[RankFile, ...]
     """By rank."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+    """Id of the run that wrote it; empty in snapshots from before there were runs."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """What `spec_hash` is of, as in YAML; empty in snapshots of an earlier release."""
+    data: str = ""
+    """Digest of the data's fingerprint (`fingerprint`); empty if it is not known."""
 
     @property
     def steps(self) -> int:
@@ -93,18 +99,23 @@ class Manifest:
                 for item in self.ranks
             ],
             "versions": dict(self.versions),
+            **({"run": self.run} if self.run else {}),
+            **({"spec": dict(self.spec)} if self.spec else {}),
+            **({"data": self.data} if self.data else {}),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEntry:
-    """One line of a listing: a complete snapshot, one that cannot be used, or one that was never finished."""
+    """One line of a listing: a complete snapshot, or one that is not used, and why."""
 
     step: int
     uri: str
-    condition: Literal["complete", "incomplete", "unusable"]
+    condition: Literal["complete", "incomplete", "unusable", "superseded"]
+    """superseded: whole perhaps, and not of the present run's history."""
     manifest: Manifest | None = None
     problem: str = ""
+    run: str = ""
 
 
 def rank_name(rank: int, topology: StreamTopology) -> str:
@@ -113,12 +124,14 @@ def rank_name(rank: int, topology: StreamTopology) -> str:
     return f"rank-{rank:05d}{world}.json.zst"
 
 
-def parse_folders(uris: Sequence[str], root: str) -> Iterator[tuple[int, str]]:
+def parse_folders(uris: Sequence[str], root: str) -> Iterator[tuple[int, str, str]]:
+    """(number, run's id, URI) of the folders of snapshots among these; the id is empty before there were runs."""
     for uri in uris:
         name = base_name(uri)
-        kind, _, digits = name.partition("-")
+        kind, _, rest = name.partition("-")
+        digits, _, run = rest.partition("-")
         if kind in ("step", "position") and len(digits) == 12 and digits.isdecimal():
-            yield int(digits), f"{root}/{name}"
+            yield int(digits), run, f"{root}/{name}"
 
 
 def base_name(uri: str) -> str:
@@ -203,28 +216,38 @@ def check_rank_content(
         raise SnapshotError(f"the state {uri} has no content", fix=fix_damaged(step))
 
 
-def parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
-    uri = f"{folder}/{MANIFEST_NAME}"
+def seal(content: Mapping[str, Any]) -> bytes:
+    """JSON for people too, with a checksum in it; `unseal` reads it."""
+    return json.dumps({**content, "sha256": digest(canonical(content))}, indent=1).encode()
+
+
+def unseal(data: bytes, uri: str, wanted_format: str, fix: str) -> dict[str, Any]:
+    """The content that `seal` was given. SnapshotError, with this `fix`, for anything else."""
+    name = {MANIFEST_FORMAT: "manifest"}.get(wanted_format, "object")
     try:
         if len(data) > MAX_OBJECT_BYTES:
             raise ValueError(f"{len(data)} bytes")
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(
-            f"the manifest {uri} is damaged: {error}",
-            got=f"{len(data)} bytes that are not JSON",
-            fix=fix_damaged(step),
+            f"the {name} {uri} is damaged: {error}", got=f"{len(data)} bytes that are not JSON", fix=fix
         ) from None
-    content = _check_format(content, uri, MANIFEST_FORMAT)
+    content = _check_format(content, uri, wanted_format)
     claimed = content.pop("sha256", "")
     actual = digest(canonical(content))
     if claimed != actual:
         raise SnapshotError(
-            f"the manifest {uri} is damaged",
+            f"the {name} {uri} is damaged",
             got=f"sha256 {actual[:16]}",
             expected=f"sha256 {str(claimed)[:16]}",
-            fix=fix_damaged(step),
+            fix=fix,
         )
+    return content
+
+
+def parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
+    uri = f"{folder}/{MANIFEST_NAME}"
+    content = unseal(data, uri, MANIFEST_FORMAT, fix_damaged(step))
     try:
         ranks = tuple(RankFile(item["name"], item["sha256"], item["size_bytes"]) for item in content["ranks"])
         manifest = Manifest(
@@ -235,6 +258,9 @@ def parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
             StreamTopology(content["world_size"], content["num_workers"], content.get("streams", 0)),
             ranks,
             content["versions"],
+            str(content.get("run", "")),
+            dict(content.get("spec", {})),
+            str(content.get("data", "")),
         )
     except (KeyError, TypeError) as error:
         raise SnapshotError(f"the manifest {uri} lacks a field: {error}", fix=fix_damaged(step)) from None

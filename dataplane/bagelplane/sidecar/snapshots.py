@@ -3,6 +3,7 @@
     <uri>/step-<12 digits>/rank-<5 digits>.json.zst     one a rank, written by whoever serves it; with elastic
                                                         sharding position-<...>/rank-<...>-of-<...>.json.zst
     <uri>/step-<12 digits>/manifest.json                last, by conditional put; without it nothing counts
+                                                        by a run (`runs`), -<its id> at the end of the folder
     <uri>/known-bad/rank-<5 digits>-<step>.json.zst     images that do not decode, durable before a pack
                                                         planned with them is published
 
@@ -19,16 +20,19 @@ Knows storage by the few calls of `SnapshotStorage`. All calls block; the superv
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from bagelplane.costs import Costs
 from bagelplane.errors import ObjectExistsError, SnapshotError
+from bagelplane.sidecar.changes import data_changes, describe, spec_changes
+from bagelplane.sidecar.fingerprint import Fingerprint, read_fingerprint, write_fingerprint
+from bagelplane.sidecar.lease import RunLease
 from bagelplane.sidecar.retention import Retention
+from bagelplane.sidecar.runs import Lineage, RunFolder, SnapshotStorage, lineage_of
 from bagelplane.sidecar.snapshot_format import (
     FORMAT_VERSION,
     KNOWN_BAD_FORMAT,
@@ -39,7 +43,6 @@ from bagelplane.sidecar.snapshot_format import (
     SnapshotEntry,
     StreamTopology,
     base_name,
-    canonical,
     check_rank_content,
     compress,
     decompress,
@@ -50,29 +53,12 @@ from bagelplane.sidecar.snapshot_format import (
     parse_folders,
     parse_manifest,
     rank_name,
+    seal,
 )
+from bagelplane.spec_parts import CHANGEABLE
+from bagelplane.storage import ObjectMissingError
 
 log = logging.getLogger(__name__)
-
-
-class Listed(Protocol):
-    """What a listing tells of a file."""
-
-    @property
-    def uri(self) -> str: ...
-
-
-class SnapshotStorage(Protocol):
-    """The calls of `bagelplane.storage.Storage` that snapshots need."""
-
-    def list_files(self, uri: str, suffix: str = "", *, missing_ok: bool = False) -> Sequence[Listed]: ...
-    def list_folders(self, uri: str, *, missing_ok: bool = False) -> Sequence[str]: ...
-    def exists(self, uri: str) -> bool: ...
-    def read_bytes(self, uri: str) -> bytes: ...
-    def write_bytes(self, uri: str, data: bytes, *, only_if_absent: bool = False) -> None: ...
-    def delete(self, uri: str) -> None: ...
-    @property
-    def costs(self) -> Costs: ...
 
 
 class SnapshotStore:
@@ -84,26 +70,38 @@ class SnapshotStore:
     def __init__(
         self, storage: SnapshotStorage, uri: str, spec_hash: str, *, dataset: str = "", streams: int = 0
     ) -> None:
-        self._storage = storage
+        self.storage = storage
         self.uri = uri.rstrip("/")
         self.spec_hash = spec_hash
         self.dataset = dataset
         self.streams = streams
+        self.spec: Mapping[str, Any] = {}
+        """What `spec_hash` is of, to tell what changed."""
+        self.allowed: Collection[str] = ()
+        """What may differ from a snapshot that is resumed from (`spec.resume.allowSpecChange`)."""
+        self.data: Fingerprint | None = None
+        """Of the data as they are; None if that is not known."""
+        self.runs = RunFolder(storage, self.uri)
+        self._read_data: dict[str, Fingerprint] = {}
+        self.lease: RunLease | None = None
+        """This sidecar's place in the run that it writes for. Without one, the newest run's history is read."""
 
     # -- writing
 
     @property
     def costs(self) -> Costs:
         """What was asked of the storage."""
-        return self._storage.costs
+        return self.storage.costs
 
     def write_rank(self, step: int, rank: int, topology: StreamTopology, state: Mapping[str, Any]) -> bool:
         """Writes one rank's state, and the manifest when that completes the set. Whether it is complete now.
 
-        What a manifest names is never written again. SnapshotError when the place belongs to another run.
+        What a manifest names is never written again. SnapshotError when another run or sidecar has taken over.
         """
         if not self.spec_hash:
             raise ValueError("a store without a spec hash is for reading")
+        if self.lease is not None:
+            self.lease.verify(rank)
         manifest = self._manifest_at(step, self.step_uri(step))
         if manifest is not None:
             self._check_owner(manifest, topology)
@@ -121,17 +119,17 @@ class SnapshotStore:
         uri = f"{self.step_uri(step)}/{rank_name(rank, topology)}"
         data = compress(content)
         try:
-            self._storage.write_bytes(uri, data, only_if_absent=True)
+            self.storage.write_bytes(uri, data, only_if_absent=True)
         except ObjectExistsError:
             # Of a writer that died before the manifest. A usable one stays: another pod may be naming it.
             if self._rank_digest(step, rank, topology) is None:
-                self._storage.write_bytes(uri, data)
+                self.storage.write_bytes(uri, data)
         return self._complete(step, topology)
 
     def _complete(self, step: int, topology: StreamTopology) -> bool:
         """Writes the manifest if the states of all ranks are there."""
         names = {
-            base_name(item.uri) for item in self._storage.list_files(self.step_uri(step), missing_ok=True)
+            base_name(item.uri) for item in self.storage.list_files(self.step_uri(step), missing_ok=True)
         }
         wanted = [rank_name(rank, topology) for rank in range(topology.world_size)]
         if not names.issuperset(wanted):
@@ -140,14 +138,18 @@ class SnapshotStore:
         ranks = tuple(item for item in files if item is not None)
         if len(ranks) != len(files):
             return False
+        if self.lease is not None:
+            self.lease.verify()  # reading all ranks' states takes its time
+        run = self.lease.run.id if self.lease is not None else ""
+        data = self.data.digest if self.data is not None else ""
         manifest = Manifest(
-            self.step_uri(step), step, self.spec_hash, self.dataset, topology, ranks, library_versions()
-        )
-        body = manifest.as_json()
-        body["sha256"] = digest(canonical(body))
+            self.step_uri(step), step, self.spec_hash, self.dataset, topology, ranks, library_versions(), run,
+            self.spec, data,
+        )  # fmt: skip
         try:
-            text = json.dumps(body, indent=1).encode()
-            self._storage.write_bytes(f"{manifest.uri}/{MANIFEST_NAME}", text, only_if_absent=True)
+            self.storage.write_bytes(
+                f"{manifest.uri}/{MANIFEST_NAME}", seal(manifest.as_json()), only_if_absent=True
+            )
         except ObjectExistsError:
             log.debug("snapshot %d was completed by another pod", step)
         return True
@@ -157,7 +159,7 @@ class SnapshotStore:
         name = rank_name(rank, topology)
         uri = f"{self.step_uri(step)}/{name}"
         try:
-            data = self._storage.read_bytes(uri)
+            data = self.storage.read_bytes(uri)
             content = decompress(data, uri, RANK_FORMAT)
             check_rank_content(content, uri, step, rank, self.spec_hash, topology)
         except SnapshotError as error:
@@ -168,22 +170,34 @@ class SnapshotStore:
     # -- reading
 
     def step_uri(self, step: int) -> str:
-        return f"{self.uri}/{'position' if self.streams else 'step'}-{step:012d}"
+        """The folder that this run writes a snapshot to."""
+        run = f"-{self.lease.run.id}" if self.lease is not None else ""
+        return f"{self.uri}/{'position' if self.streams else 'step'}-{step:012d}{run}"
+
+    def lineage(self) -> Lineage:
+        """The history that counts: of the run that is written for, else of the newest run here."""
+        if self.lease is not None:
+            return self.lease.lineage
+        register = self.runs.look()
+        return lineage_of(register.newest, register.runs)
 
     def entries(self) -> list[SnapshotEntry]:
         """All snapshots by step, with what is wrong with the unusable ones. Rank states are not read."""
-        found: list[SnapshotEntry] = []
-        for step, uri in self._folders():
-            try:
-                manifest = self._manifest_at(step, uri)
-                if manifest is None:
-                    found.append(SnapshotEntry(step, uri, "incomplete", problem="no manifest"))
-                    continue
-                self._check_spec(manifest)
-                found.append(SnapshotEntry(step, uri, "complete", manifest))
-            except SnapshotError as error:
-                found.append(SnapshotEntry(step, uri, "unusable", problem=str(error)))
-        return found
+        lineage = self.lineage()
+        return [self._entry(step, run, uri, lineage) for step, run, uri in self._folders(lineage)]
+
+    def _entry(self, step: int, run: str, uri: str, lineage: Lineage) -> SnapshotEntry:
+        try:
+            manifest = self._manifest_at(step, uri)
+            if manifest is None:
+                return SnapshotEntry(step, uri, "incomplete", problem="no manifest", run=run)
+            if not lineage.holds(run, step):
+                problem = "not of the present run's history"
+                return SnapshotEntry(step, uri, "superseded", manifest, problem, run)
+            self._check_spec(manifest)
+        except SnapshotError as error:
+            return SnapshotEntry(step, uri, "unusable", problem=str(error), run=run)
+        return SnapshotEntry(step, uri, "complete", manifest, run=run)
 
     def load(self, which: int | Literal["latest"], topology: StreamTopology | None = None) -> Manifest | None:
         """The manifest of a step or of the newest complete snapshot, None when there is none at all (latest).
@@ -192,8 +206,7 @@ class SnapshotStore:
         """
         if which == "latest":
             return self.nearest(None, topology)
-        uris = [uri for step, uri in self._folders() if step == which]
-        manifest = next(filter(None, (self._manifest_at(which, uri) for uri in uris)), None)
+        manifest = self._newest(self.lineage(), which, which)
         if manifest is None:
             raise SnapshotError(
                 f"there is no complete snapshot of step {which} below {self.uri}",
@@ -201,19 +214,46 @@ class SnapshotStore:
                 fix="resume from one of those, or from any step: the nearest one below it is planned forward",
             )
         self._check_owner(manifest, topology)
+        self.check_changes(manifest)
         return manifest
 
-    def nearest(self, step: int | None, topology: StreamTopology | None = None) -> Manifest | None:
-        """The newest complete snapshot at or below `step` (None: of all); None when there is none.
+    def nearest(
+        self, step: int | None, topology: StreamTopology | None = None, lineage: Lineage | None = None
+    ) -> Manifest | None:
+        """The newest complete snapshot at or below `step` (None: of all) in a history; None when there is none.
 
         A torn one is passed over. A damaged or foreign one is refused, not passed over in silence.
         """
-        for candidate, uri in reversed(self._folders()):
-            if step is not None and candidate > step:
+        lineage = lineage or self.lineage()
+        if step is not None and step < lineage.floor:
+            raise self._unreachable(step, lineage.floor, "spec or data were changed there")
+        manifest = self._newest(lineage, 0, step)
+        if manifest is not None:
+            self._check_owner(manifest, topology)
+            changed = self.check_changes(manifest)
+            if changed and step not in (None, manifest.step) and manifest.step != lineage.floor:
+                raise self._unreachable(step, manifest.step, "the resource names changes to it")
+        if lineage.floor and (manifest is None or manifest.step < lineage.floor):
+            raise self._unreachable(
+                step, lineage.floor, "spec or data were changed there, and its snapshot is gone"
+            )
+        return manifest
+
+    def _unreachable(self, step: int | None, snapshot: int, why: str) -> SnapshotError:
+        """The packs between would have to be planned with what is not known any more."""
+        return SnapshotError(
+            f"step {'latest' if step is None else step} of {self.uri} cannot be reached by planning",
+            got=f"the snapshot of {snapshot}: {why}",
+            expected="a step at that snapshot or after it, once there are newer ones",
+            fix=f"resume at {snapshot}, or with the resource and the data as they were then",
+        )
+
+    def _newest(self, lineage: Lineage, first: int, last: int | None) -> Manifest | None:
+        for step, run, uri in reversed(self._folders(lineage)):
+            if step < first or (last is not None and step > last) or not lineage.holds(run, step):
                 continue
-            manifest = self._manifest_at(candidate, uri)
+            manifest = self._manifest_at(step, uri)
             if manifest is not None:
-                self._check_owner(manifest, topology)
                 return manifest
         return None
 
@@ -227,14 +267,14 @@ class SnapshotStore:
             )
         expected = manifest.ranks[rank]
         uri = f"{manifest.uri}/{expected.name}"
-        if not self._storage.exists(uri):
+        if not self.storage.exists(uri):
             raise SnapshotError(
                 f"the state of rank {rank} is missing from the snapshot of step {manifest.step}",
                 got=f"no object {uri}",
                 expected=f"{expected.size_bytes} bytes that its manifest names",
                 fix=fix_damaged(manifest.step),
             )
-        data = self._storage.read_bytes(uri)
+        data = self.storage.read_bytes(uri)
         if (len(data), digest(data)) != (expected.size_bytes, expected.sha256):
             raise SnapshotError(
                 f"the state {uri} is damaged",
@@ -254,26 +294,34 @@ class SnapshotStore:
     def check_writable(self) -> None:
         """StorageError when nothing can be written or deleted here, before the first snapshot finds that out."""
         uri = f"{self.uri}/write-check-{uuid.uuid4().hex}"
-        self._storage.write_bytes(uri, b"bagelplane looks whether snapshots can be written here\n")
-        self._storage.delete(uri)
+        self.storage.write_bytes(uri, b"bagelplane looks whether snapshots can be written here\n")
+        self.storage.delete(uri)
+
+    def for_any_spec(self) -> SnapshotStore:
+        """The same place for people who look."""
+        return SnapshotStore(self.storage, self.uri, "")
 
     # -- retention
 
     def prune(self, retention: Retention) -> list[int]:
         """Deletes what `retention` gives up. Returns the steps deleted."""
         doomed = retention.doomed(self.entries())
+        if self.lease is not None:
+            # After the look at what is there: a run that takes over now has seen the snapshots that stay.
+            self.lease.verify()
         for entry in doomed:
-            self._delete(entry)
+            self.delete(entry)
         return [entry.step for entry in doomed]
 
-    def _delete(self, entry: SnapshotEntry) -> None:
+    def delete(self, entry: SnapshotEntry) -> None:
+        """Removes one snapshot, of whatever condition."""
         # The manifest first: what remains of an interrupted deletion is a torn snapshot, which is never used.
         manifest_uri = f"{entry.uri}/{MANIFEST_NAME}"
         if entry.manifest is not None:
-            self._storage.delete(manifest_uri)
-        for item in self._storage.list_files(entry.uri, missing_ok=True):
+            self.storage.delete(manifest_uri)
+        for item in self.storage.list_files(entry.uri, missing_ok=True):
             if item.uri != manifest_uri:
-                self._storage.delete(item.uri)
+                self.storage.delete(item.uri)
         _remove_local_folder(entry.uri)
 
     # -- images that do not decode
@@ -288,27 +336,28 @@ class SnapshotStore:
             "images": dict(images),
         }
         try:
-            self._storage.write_bytes(uri, compress(content), only_if_absent=True)
+            self.storage.write_bytes(uri, compress(content), only_if_absent=True)
         except ObjectExistsError:
-            before = decompress(self._storage.read_bytes(uri), uri, KNOWN_BAD_FORMAT)
+            before = decompress(self.storage.read_bytes(uri), uri, KNOWN_BAD_FORMAT)
             if before["spec_hash"] == self.spec_hash:
                 content["images"] = {**before["images"], **images}
-            self._storage.write_bytes(uri, compress(content))
+            self.storage.write_bytes(uri, compress(content))
 
     def load_known_bad(self) -> dict[str, str]:
         """All bad images that any rank of this run has found so far."""
         known: dict[str, str] = {}
-        for item in self._storage.list_files(f"{self.uri}/known-bad", ".json.zst", missing_ok=True):
-            content = decompress(self._storage.read_bytes(item.uri), item.uri, KNOWN_BAD_FORMAT)
+        for item in self.storage.list_files(f"{self.uri}/known-bad", ".json.zst", missing_ok=True):
+            content = decompress(self.storage.read_bytes(item.uri), item.uri, KNOWN_BAD_FORMAT)
             if content["spec_hash"] == self.spec_hash:
                 known.update(content["images"])
         return known
 
     # -- inside
 
-    def _folders(self) -> list[tuple[int, str]]:
-        """(number, URI) of each snapshot, complete or not, of either sharding, in order."""
-        return sorted(parse_folders(self._storage.list_folders(self.uri, missing_ok=True), self.uri))
+    def _folders(self, lineage: Lineage) -> list[tuple[int, str, str]]:
+        """(number, run, URI) of each snapshot, complete or not, of either sharding, in order."""
+        found = parse_folders(self.storage.list_folders(self.uri, missing_ok=True), self.uri)
+        return sorted(found, key=lambda item: (item[0], -lineage.age(item[1]), item[2]))
 
     def _describe_steps(self) -> str:
         steps = [entry.step for entry in self.entries() if entry.condition == "complete"]
@@ -317,9 +366,11 @@ class SnapshotStore:
     def _manifest_at(self, step: int, folder: str) -> Manifest | None:
         """The manifest in a snapshot's folder, parsed and checked in itself; None when there is none."""
         uri = f"{folder}/{MANIFEST_NAME}"
-        if not self._storage.exists(uri):
+        try:
+            data = self.storage.read_bytes(uri)
+        except ObjectMissingError:
             return None
-        return parse_manifest(self._storage.read_bytes(uri), folder, step)
+        return parse_manifest(data, folder, step)
 
     def _check_owner(self, manifest: Manifest, topology: StreamTopology | None) -> None:
         self._check_spec(manifest)
@@ -340,12 +391,55 @@ class SnapshotStore:
                 fix="resume with the resource it was written for, or give this one another snapshots.uri",
             )
         if self.spec_hash and manifest.spec_hash != self.spec_hash:
+            found = (
+                spec_changes(manifest.spec, self.spec, self.allowed) if manifest.spec and self.spec else []
+            )
+            refused = [change for change in found if change.verdict == "refused"]
+            if found and not refused:
+                return
+            parts = sorted({change.part for change in refused if change.part in CHANGEABLE})
+            name_them = f"name {', '.join(parts)} in spec.resume.allowSpecChange, " if parts else ""
             raise SnapshotError(
                 f"the snapshot {manifest.uri} belongs to another dataset spec",
                 got=f"spec hash {manifest.spec_hash[:16]} (dataset {manifest.dataset or 'unknown'})",
-                expected=f"spec hash {self.spec_hash[:16]} (dataset {self.dataset or 'unknown'})",
-                fix="resume with the resource it was written for, or give this one another snapshots.uri",
+                expected=f"spec hash {self.spec_hash[:16]} (dataset {self.dataset or 'unknown'})"
+                + ("; " if refused else "")
+                + describe(refused),
+                fix=f"resume with the resource it was written for, {name_them}or give this one another snapshots.uri",
             )
+
+    def check_changes(self, manifest: Manifest) -> bool:
+        """Whether spec or data differ from the snapshot's, as the resource allows. SnapshotError: it does not."""
+        self._check_spec(manifest)
+        changed = bool(self.spec_hash) and manifest.spec_hash != self.spec_hash
+        if self.data is None or not manifest.data or manifest.data == self.data.digest:
+            return changed
+        found = data_changes(self.read_data(manifest), self.data, self.allowed)
+        refused = [change for change in found if change.verdict == "refused"]
+        if refused:
+            raise SnapshotError(
+                f"the data were changed since the snapshot {manifest.uri}",
+                got=describe(refused),
+                expected="the objects that the run has read so far",
+                fix="put them back and give new data new names; or name data in spec.resume.allowSpecChange, and take "
+                "it that rows come twice or never",
+            )
+        return True
+
+    # -- the data's fingerprint
+
+    def keep_data(self) -> str:
+        """Writes the fingerprint of the data, if it is known. Its digest."""
+        if self.data is None:
+            return ""
+        write_fingerprint(self.storage, self.uri, self.data)
+        return self.data.digest
+
+    def read_data(self, manifest: Manifest) -> Fingerprint:
+        """What the data were when a snapshot was taken. SnapshotError, StorageError."""
+        if manifest.data not in self._read_data:
+            self._read_data[manifest.data] = read_fingerprint(self.storage, self.uri, manifest.data)
+        return self._read_data[manifest.data]
 
 
 def _remove_local_folder(uri: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from bagelplane.costs import Costs
 from bagelplane.errors import BagelplaneError, SnapshotError, TransientStorageError
 from bagelplane.logs import log_about
+from bagelplane.sidecar.lease import RunLease
 from bagelplane.sidecar.retention import Retention
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 
@@ -114,6 +115,11 @@ class SnapshotWriter:
     def costs(self) -> dict[str, Any]:
         """What was asked of the store (`Costs.as_json`)."""
         return (Costs() if self._store is None else self._store.costs).as_json()
+
+    @property
+    def lease(self) -> RunLease | None:
+        """This sidecar's place in a run; None where nothing is written."""
+        return self._store.lease if self._store is not None else None
 
     @property
     def waiting(self) -> int:

@@ -7,18 +7,28 @@ raises what makes it impossible to serve, before a trainer attaches.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from bagelplane.errors import RingError, SnapshotError, SpecError, StorageError, TransientStorageError
+from bagelplane.errors import (
+    BagelplaneError,
+    RingError,
+    SnapshotError,
+    SpecError,
+    StorageError,
+    TransientStorageError,
+)
 from bagelplane.logs import LogFormat
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
+from bagelplane.sidecar.lease import LEASE_SECONDS, LeaseTimes
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
 from bagelplane.sidecar.rank import Progress, RankFailedError, RankServer, RankStoppedError, StartingPoint
 from bagelplane.sidecar.readers import BusyError
@@ -29,13 +39,14 @@ from bagelplane.sidecar.sizing import decode_threads
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
 from bagelplane.sidecar.status import StatusServer
-from bagelplane.sidecar.store import retention_of
+from bagelplane.sidecar.store import begin_run, retention_of
 from bagelplane.sidecar.tally import Tally
 from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.spec_memory import ring_bytes
 
 _GOODBYE_SECONDS = 0.5
 _WATCH_SECONDS = 2.0
+_LEASE_END_SECONDS = 1.0
 TAKE_OVER_SECONDS = 5.0
 """How long a reader waits for the end of the one before it, and for others that are in its way."""
 _ADMISSION_SECONDS = 0.05
@@ -59,6 +70,10 @@ class SidecarSettings:
     """0: no status server."""
     grace_seconds: float = 25.0
     """From SIGTERM to the end; the last snapshot takes most of it."""
+    run_id: str = ""
+    """What the sidecars of one job have in common; empty: ranks tell them apart (`lease`)."""
+    lease_seconds: float = LEASE_SECONDS
+    """A sidecar that did not renew its lease for so long has lost its place in the run."""
     generation: int = 0
     """Generation of the resource; 0 is unknown."""
     any_user: bool = False
@@ -94,6 +109,7 @@ class Supervisor:
         self._known_bad: dict[str, str] = {}
         self._wanted_steps: set[int] = set()
         self._locks: dict[str, asyncio.Lock] = {}
+        self._attaching: dict[int, int] = {}  # ranks that are on their way, by local rank
         self._topology_lock = asyncio.Lock()
         self._sessions: dict[Session, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
@@ -170,7 +186,22 @@ class Supervisor:
             log.error("%s", error)
         if found.problems:
             raise found.problems[0]
+        if found.store is not None:
+            begin_run(
+                found.store,
+                job=settings.run_id,
+                lock=self._directory.lock_identity,
+                resume=settings.resume,
+                world_size=max(1, settings.world_size),
+                ranks_in_use=self._ranks_in_use,
+                times=LeaseTimes(settings.lease_seconds),
+            )
         return found
+
+    def _ranks_in_use(self) -> set[int]:
+        """Ranks that no other sidecar may serve now. Called by the lease's thread."""
+        servers = list(self.servers.values())
+        return {*list(self._attaching.values()), *(s.rank for s in servers if s.listeners)}
 
     # -- attaching
 
@@ -194,7 +225,7 @@ class Supervisor:
     async def attach(self, attach: Attach) -> tuple[RankServer, int]:
         """The rank's server, ready, and the reader's next step. Raises BagelplaneError; BusyError passes."""
         self._check_generation(attach)
-        async with self._lock_of(f"local rank {attach.local_rank}"):
+        async with self._lock_of(f"local rank {attach.local_rank}"), self._serving(attach):
             moved = await self._leave_other_ranks(attach)
             await self._stop_abandoned(room_for=0)
             async with self._lock_of(f"rank {attach.rank}"):
@@ -214,6 +245,19 @@ class Supervisor:
 
     def _lock_of(self, what: str) -> asyncio.Lock:
         return self._locks.setdefault(what, asyncio.Lock())
+
+    @contextlib.asynccontextmanager
+    async def _serving(self, attach: Attach) -> AsyncIterator[None]:
+        """Keeps other sidecars off the rank while it is on its way; afterwards its listeners do."""
+        lease = self._store.lease if self._store is not None else None
+        self._attaching[attach.local_rank] = attach.rank
+        try:
+            if lease is not None and not lease.holds(attach.rank):
+                await in_thread(lambda: lease.claim(attach.rank))
+            yield
+        finally:
+            # Only after the session, which goes on at once, has begun to listen.
+            asyncio.get_running_loop().call_soon(self._attaching.pop, attach.local_rank, None)
 
     def _explained(self, error: RankFailedError, rings: int) -> RankFailedError:
         """The volume was made for the ranks that were expected: one more is seldom a reason to enlarge it."""
@@ -516,6 +560,7 @@ class Supervisor:
                 "the last snapshot was not written in time: %s", self.snapshots.health.problem or "slow store"
             )
         await self.snapshots.close()
+        await self._end_lease()
         for session in list(self._sessions):
             session.end("the sidecar ends")
         await asyncio.gather(*(server.stop() for server in self.servers.values()))
@@ -524,6 +569,16 @@ class Supervisor:
             # What they were told last is on its way; the loop's end would cut it off.
             await asyncio.wait(self._sessions.values(), timeout=_GOODBYE_SECONDS)
         log.info("ended %.1f s before the deadline", deadline - time.monotonic())
+
+    async def _end_lease(self) -> None:
+        if self._store is None or self._store.lease is None:
+            return
+        try:
+            await asyncio.wait_for(in_thread(self._store.lease.end), _LEASE_END_SECONDS)
+        except TimeoutError:
+            log.warning("the store is slow: the lease is not ended, and who comes next waits for it")
+        except BagelplaneError as error:
+            log.warning("the lease is not ended, and who comes next waits for it: %s", error)
 
     # -- status
 
