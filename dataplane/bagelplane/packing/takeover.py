@@ -79,6 +79,13 @@ def write_snapshot(
             expected="an empty place: they would be another history than the one taken over",
             fix="give the resource a snapshots.uri of its own",
         )
+    if (run := store.runs.look().newest) is not None:
+        raise SnapshotError(
+            f"a run has begun below {store.uri} already",
+            got=str(run),
+            expected="an empty place: that run would not go on from here",
+            fix="give the resource a snapshots.uri of its own, and import before the first sidecar starts",
+        )
     for rank, state in enumerate(states):
         size = len(json.dumps(state))
         if size > MAX_OBJECT_BYTES:
