@@ -7,9 +7,9 @@ MAKEFLAGS += --no-builtin-rules
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
-# One worker has the cluster's tests, in order; the others share the rest, file by file (tests/conftest.py).
+# One worker has the tests of the cluster, the others share the rest file by file (tests/conftest.py).
 WORKERS ?= $(shell nproc)
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # $(call stage,NAME,COMMAND) runs a command under a headline and says how long it took (SECONDS starts with the shell).
 stage = @printf '\n== %s\n' '$(1)'; $(2); printf '== %s took %s s\n' '$(1)' "$$SECONDS"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["tests.cluster.fixtures"]
 
@@ -31,22 +32,24 @@ def same_logging_as_before() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
-_ONE_CLUSTER = {"cluster", "e2e"}
+_ONE_CLUSTER = ("tests/cluster/", "tests/e2e/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For runs on several workers: all that shares the cluster is one worker's, and first, since it takes longest.
-    Of the rest each file stays whole, for the fixtures of its module.
-    """
-    root = Path(__file__).parent
+    """What needs the cluster first: one worker does that while the others share the rest, and it takes longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_ONE_CLUSTER))
 
-    def suite(item: pytest.Item) -> str:
-        return item.path.relative_to(root).parts[0]
 
-    items.sort(key=lambda item: suite(item) not in _ONE_CLUSTER)
-    for item in items:
-        group = "cluster" if suite(item) in _ONE_CLUSTER else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _FilesAndOneCluster(config, log)
+
+
+class _FilesAndOneCluster(LoadScopeScheduling):
+    """For runs on several workers: each file is one worker's, for its fixtures, and so is what shares the cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "cluster" if nodeid.startswith(_ONE_CLUSTER) else nodeid.partition("::")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
