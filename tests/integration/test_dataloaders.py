@@ -49,7 +49,9 @@ def is_pack(batch: dict[str, Any], step: int) -> bool:
 
 @pytest.mark.parametrize("wrapped", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize(
-    "options", [{"batch_size": None}, {"batch_size": 1, "collate_fn": first_of}], ids=str
+    "options",
+    [{"batch_size": None}, {"batch_size": 1, "collate_fn": first_of}],
+    ids=["no batches", "batches of one"],
 )
 def test_a_dataloader_without_workers_gives_the_packs_as_they_are(
     connect: Any, wrapped: Any, options: dict[str, Any]
