@@ -79,16 +79,19 @@ def processes_below(pid: int) -> list[int]:
 
 
 def resources_of(pids: list[int]) -> dict[str, float]:
-    """CPU seconds so far, largest resident size and proportional size now, summed over processes."""
-    ticks, peak, pss = 0, 0, 0
+    """Summed over processes: CPU seconds so far, largest resident size, proportional size now, and resident size now
+    without shared memory, which is the ring."""
+    ticks, peak, pss, own = 0, 0, 0, 0
     for pid in pids:
         stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         ticks += int(stat[11]) + int(stat[12])
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             peak += int(line.split()[1]) * 1024 if line.startswith("VmHWM:") else 0
+            own += int(line.split()[1]) * 1024 if line.startswith(("RssAnon:", "RssFile:")) else 0
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             pss += int(line.split()[1]) * 1024 if line.startswith("Pss:") else 0
-    return {"cpu_seconds": ticks / os.sysconf("SC_CLK_TCK"), "rss_peak_bytes": peak, "pss_bytes": pss}
+    seconds = ticks / os.sysconf("SC_CLK_TCK")
+    return {"cpu_seconds": seconds, "rss_peak_bytes": peak, "pss_bytes": pss, "own_bytes": own}
 
 
 def build_packed(module: str, data: Path) -> Any:
@@ -123,6 +126,8 @@ def measure_client(kind: str, directory: str, pid: str, warmup: str, packs: str)
     reader: Any
     if kind == "raw":
         from bagelplane.client import NumpyReader
+        from bagelplane.engine.layout import assemble
+        from bagelplane.shm.record import record_size
 
         reader = NumpyReader(directory)
         take_pack = reader.next_pack
@@ -150,9 +155,13 @@ def measure_client(kind: str, directory: str, pid: str, warmup: str, packs: str)
     result["sidecar_cpu_seconds"] = [(after["cpu_seconds"] - before["cpu_seconds"]) / int(packs)]
     result["sidecar_rss_peak_bytes"] = int(after["rss_peak_bytes"])
     result["sidecar_pss_bytes"] = int(after["pss_bytes"])
+    result["sidecar_own_bytes"] = int(after["own_bytes"])
     for _ in range(5):
-        take_pack()
+        pack = take_pack()
         sizes["state_bytes"] = max(sizes["state_bytes"], len(json.dumps(reader.state_dict())))
+        if kind == "raw":
+            sizes["record_bytes"] = sizes.get("record_bytes", 0) + record_size(pack[0])
+            sizes["batch_bytes"] = sizes.get("batch_bytes", 0) + bytes_of(assemble(*pack))
     reader.close()
     return {**result, **sizes}
 

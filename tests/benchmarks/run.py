@@ -37,8 +37,13 @@ OUR_MODULE = "bagelplane.packing"
 MARKS = ("<!-- measured -->", "<!-- /measured -->")
 DEADLINE_SECONDS = 900.0
 SIZES = (
-    "rss_peak_bytes", "pss_bytes", "sidecar_rss_peak_bytes", "sidecar_pss_bytes", "pack_bytes", "state_bytes",
+    "rss_peak_bytes", "pss_bytes", "sidecar_rss_peak_bytes", "sidecar_pss_bytes", "sidecar_own_bytes", "pack_bytes",
+    "record_bytes", "batch_bytes", "state_bytes",
 )  # fmt: skip
+LARGEST_SIDECAR_BYTES = 350_000_000
+"""Resident, of supervisor and one producer together, besides the ring."""
+LARGEST_RECORD_SHARE = 0.25
+"""Of a pack in the ring, against the bytes of the peer's batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +251,7 @@ def summarize(results: list[Result]) -> list[dict[str, Any]]:
             "times_the_peer_in_cpu": peer.median("cpu_seconds") / (cpu + sidecar_cpu),
             "sidecar_cpu_milliseconds_a_pack": sidecar_cpu * 1000,
         }
-        for name in (
-            "rss_peak_bytes",
-            "pss_bytes",
-            "sidecar_rss_peak_bytes",
-            "sidecar_pss_bytes",
-            "pack_bytes",
-            "state_bytes",
-        ):
+        for name in SIZES:
             line[name] = result.largest(name) or None
         for name in ("images_a_pack", "resizes_a_pack", "state_buffered_samples"):
             if name in result.runs[0]:
@@ -293,6 +291,27 @@ def table(lines: list[dict[str, Any]]) -> str:
         )  # fmt: skip
     rule = ["---"] + ["---:"] * (len(head) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body))
+
+
+def limits(lines: list[dict[str, Any]]) -> str:
+    """What is promised of sizes, beside what was measured."""
+    sentences = []
+    own = max((line["sidecar_own_bytes"] or 0 for line in lines), default=0)
+    if own:
+        verdict = "" if own <= LARGEST_SIDECAR_BYTES else ": TOO MUCH"
+        sentences.append(
+            f"Supervisor and producer together have {own / 1e6:,.0f} MB resident besides the ring "
+            f"(at most {LARGEST_SIDECAR_BYTES / 1e6:,.0f} are promised){verdict}."
+        )
+    for line in lines:
+        if line["record_bytes"]:
+            share = line["record_bytes"] / line["batch_bytes"]
+            verdict = "" if share <= LARGEST_RECORD_SHARE else ": TOO MUCH"
+            sentences.append(
+                f"A pack takes {share:.1%} of the bytes in the ring that the peer's batch of it has "
+                f"(at most {LARGEST_RECORD_SHARE:.0%} are promised){verdict}."
+            )
+    return " ".join(sentences)
 
 
 def machine(cores: list[int], load: float) -> str:
@@ -359,7 +378,8 @@ def main() -> int:
             mean = statistics.fmean(run["wall_seconds"]) * 1000
             note(f"repeat {repeat + 1}, {result.row.name}: {mean:.1f} ms a pack")
     lines = summarize(results)
-    text = f"{machine(cores, load)} Medians of {options.repeats} runs of {options.packs} packs.\n\n{table(lines)}"
+    head = f"{machine(cores, load)} Medians of {options.repeats} runs of {options.packs} packs."
+    text = f"{head}\n\n{table(lines)}\n\n{limits(lines)}"
     profiles = {}
     if options.profile:
         for name, arguments in (

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from tests.integration.fake_stream import Topology, open_rank_stream
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_SECONDS = 90.0
+SERVING_SECONDS = 120.0
+"""Until a sidecar listens: an interpreter and all its packages are loaded, on a machine that may do much else."""
 FAKE_STREAM = "tests.integration.fake_stream:open_rank_stream"
 
 
@@ -128,13 +130,14 @@ def fetch(port: int, path: str) -> tuple[int, str]:
 class Process:
     """A child process with its output in a file; killed at the end of the test whatever happens."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
+    def __init__(self, log: Path, *arguments: str, before: Sequence[str] = ()) -> None:
+        """`before` is a command that executes the rest of its arguments, in place of itself."""
         self.log = log
         self._log_begins = log.stat().st_size if log.exists() else 0
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
-                [sys.executable, "-Werror", "-m", *arguments],
+                [*before, sys.executable, "-Werror", "-m", *arguments],
                 cwd=REPOSITORY,
                 env=environment,
                 stdout=output,
@@ -164,7 +167,9 @@ class Process:
 class Sidecar(Process):
     """A supervisor over the fake stream."""
 
-    def __init__(self, folder: Path, dataset: BagelDataset, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, dataset: BagelDataset, *, before: Sequence[str] = (), **settings: Any
+    ) -> None:
         self.directory = folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
         resource = folder / "dataset.json"
@@ -176,9 +181,10 @@ class Sidecar(Process):
             "sidecar",
             str(resource),
             json.dumps(chosen),
+            before=before,
         )
 
-    def wait_serving(self, seconds: float = DEADLINE_SECONDS) -> None:
+    def wait_serving(self, seconds: float = SERVING_SECONDS) -> None:
         def look() -> bool:
             assert self.popen.poll() is None, self.tail()
             return (self.directory / "sidecar.sock").is_socket() and "serving" in self._own_log()

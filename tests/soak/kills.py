@@ -32,7 +32,7 @@ from tests.integration.sidecar_harness import (
 )
 
 VICTIMS = ("producer", "supervisor", "trainer")
-_GO_ON_SECONDS = 120.0
+_GO_ON_SECONDS = 300.0
 """Until every trainer has its next pack: nine interpreters may have to start for it, on a busy machine."""
 _LONGEST_PAUSE_SECONDS = 0.6
 _PACK_SECONDS = 0.004
@@ -93,7 +93,7 @@ class _Run:
 
     def check_alive(self) -> None:
         for trainer in self.trainers:
-            assert trainer.popen.poll() is None, f"a trainer ended; {trainer.tail()}\n{self.sidecar.tail()}"
+            assert trainer.popen.poll() is None, f"a trainer ended with status {trainer.popen.poll()}"
 
     def check_streams(self) -> list[int]:
         """Every rank's record is its undisturbed stream. The steps of each."""
@@ -159,9 +159,12 @@ def _run_rounds(
         for trainer in run.trainers:
             trainer.kill()
         steps = run.check_streams()
-        assert run.sidecar.terminate() == 0, run.sidecar.tail()
+        assert run.sidecar.terminate() == 0
         left = leftovers(run.sidecar.directory, folder / "snapshots")
         assert not left, f"left over: {left}"
+    except AssertionError as error:
+        tails = "\n".join(process.tail() for process in (run.sidecar, *run.trainers))
+        raise AssertionError(f"{error}\n{tails}") from None
     finally:
         run.kill()
     return kills, steps

@@ -40,7 +40,7 @@ LARGEST_GROWTH = 0.05
 _WARM_UP = 0.2
 """Share of the packs after which the figures count: allocators and caches have what they need by then."""
 _SAMPLES = 400
-_SILENCE_SECONDS = 180.0
+_SILENCE_SECONDS = 300.0
 """Without a single pack, the run has failed."""
 _PROGRESS_PACKS = 20
 _GO = "go"

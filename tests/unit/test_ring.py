@@ -30,6 +30,7 @@ from bagelplane.shm.ring import (
     HEADER_BYTES,
     RECORD_HEADER_BYTES,
     Record,
+    RingCutError,
     RingReader,
     RingStoppedError,
     RingWriter,
@@ -382,15 +383,25 @@ def test_another_version_is_a_ring_error_that_names_both(path: Path, writer: Rin
         RingReader(path)
 
 
-def test_a_file_cut_short_is_an_error_and_no_signal(path: Path, writer: RingWriter) -> None:
+@pytest.mark.parametrize("left_bytes", [HEADER_BYTES, 0])
+def test_a_file_cut_short_is_an_error_and_no_signal(path: Path, writer: RingWriter, left_bytes: int) -> None:
     record = put(writer, 0, 12_000)
     reader = RingReader(path)
-    os.truncate(path, HEADER_BYTES)
-    with pytest.raises(RingError, match="cut short"):
+    writer.reserve(100)
+    os.truncate(path, left_bytes)
+    with pytest.raises(
+        RingCutError, match=f"cut short.*got {left_bytes} bytes.*{HEADER_BYTES + CAPACITY} bytes"
+    ):
         reader.read(record)
-    with pytest.raises(RingError, match="cut short"):
+    assert not reader.is_intact(record)
+    with pytest.raises(RingCutError, match="cut short"):
         list(reader.unreleased())
-    with pytest.raises(RingError, match="cut short"):
+    with pytest.raises(RingCutError, match="cut short"):
+        writer.publish(1)
+    with pytest.raises(RingCutError, match="cut short"):
+        writer.reserve(100)
+    assert writer.release(0) == 1
+    with pytest.raises(RingError, match=r"cut short|too short"):
         RingReader(path)
     reader.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -46,7 +47,7 @@ from bagelplane.shm.protocol import (
     Waiting,
     Welcome,
 )
-from bagelplane.shm.ring import Record, RingReader, StaleEpochError
+from bagelplane.shm.ring import Record, RingCutError, RingReader, StaleEpochError, ring_problem
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ _GOODBYE_SECONDS = 1.0
 _ABSENT_SECONDS = 5.0
 """A sidecar that starts may not be there for so long; then somebody should know what is waited for."""
 _ABSENT_AGAIN_SECONDS = 60.0
+_SILENT_SECONDS = 5.0
+"""A sidecar that lives tells every second what is waited for; one that does not for so long is to be named."""
 
 _ERROR_CLASSES: Mapping[str, type[BagelplaneError]] = {
     "spec": SpecError,
@@ -111,6 +114,7 @@ class Connection:
         self._read: deque[Record] = deque()  # given to the caller and not released, oldest first
         self._trouble: Exception | None = None  # what `ready_record` ran into
         self._last_seen = "nothing yet"
+        self._peer, self._heard = "the sidecar", 0.0  # who is at the other end; when it last spoke
         self._refusal = ""  # why the sidecar did not attach us the last time
 
     @property
@@ -204,8 +208,10 @@ class Connection:
                 if self._ring is None:
                     self._connect(resume, deadline)
                 return act(deadline)
-            except (OSError, StaleEpochError) as error:
+            except (OSError, StaleEpochError, RingCutError) as error:
                 self._drop(str(error))
+                if isinstance(error, RingCutError):
+                    logger.warning("rank %d: %s", self.place.rank, error)
                 if isinstance(error, _AbsentError) and time.monotonic() >= warn_at:
                     warn_at = time.monotonic() + _ABSENT_AGAIN_SECONDS
                     self._warn_absent(str(error), time.monotonic() - begun)
@@ -233,6 +239,15 @@ class Connection:
             f" (step {step}); last seen: {self._last_seen}"
             + (f"; {self._refusal}" if self._refusal not in self._last_seen else ""),
             fix=f"look at the log of the sidecar that serves {self.directory}, or raise timeout_seconds",
+        )
+
+    def _describe_silence(self) -> str:
+        seconds = time.monotonic() - self._heard
+        if seconds < _SILENT_SECONDS:
+            return ""
+        return (
+            f"; {self._peer} has said nothing for {seconds:.0f} s, though it tells every second what is waited for: "
+            "it is stopped, or its machine has no time for it"
         )
 
     def _require_socket(self) -> MessageSocket:
@@ -266,6 +281,7 @@ class Connection:
         except OSError as error:
             raise _AbsentError(f"no sidecar at {path} ({error.strerror or error})") from None
         self._last_seen = f"connected to {path}"
+        self._peer, self._heard = _name_peer(sock), time.monotonic()
         name = f"bagelplane {__version__}, pid {os.getpid()}"
         self._socket.send(Hello(PROTOCOL_VERSION, name), timeout_seconds=deadline - time.monotonic())
         welcome = self._await(Welcome, deadline)
@@ -312,7 +328,11 @@ class Connection:
     def _open_ring(self, attached: Attached) -> None:
         # Both containers mount one volume, maybe at different paths: the name counts, in the directory that
         # we know.
-        ring = RingReader(self.directory / Path(attached.ring_path).name)
+        path = self.directory / Path(attached.ring_path).name
+        problem = ring_problem(path, attached.ring_bytes)
+        if problem:
+            raise _BrokenError(f"the ring {path} {problem}")  # the sidecar sees it, too, and makes it anew
+        ring = RingReader(path)
         if ring.epoch != attached.epoch:
             ring.close()
             raise StaleEpochError(
@@ -326,7 +346,7 @@ class Connection:
         """The next message of this kind. Doorbells are kept, `waiting` is remembered, `error` is raised."""
         message = self._receive(kind, deadline)
         if message is None:
-            raise _BrokenError(self._last_seen)
+            raise _BrokenError(self._last_seen + self._describe_silence())
         return message
 
     def _receive(self, kind: type[M], deadline: float) -> M | None:
@@ -337,6 +357,7 @@ class Connection:
             message = self._require_socket().receive(timeout_seconds=deadline - time.monotonic())
             if message is None:
                 return None
+            self._heard = time.monotonic()
             if isinstance(message, Published):
                 if message.epoch == self._epoch and message.step >= self.next_step:
                     self._doorbells.append(message)
@@ -378,3 +399,9 @@ class Connection:
         self._doorbells.popleft()
         self._read.append(record)
         return record, payload
+
+
+def _name_peer(sock: socket.socket) -> str:
+    credentials = struct.Struct("3i")  # process, user, group
+    pid, _, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return f"the sidecar (process {pid})" if pid else "the sidecar"  # 0: a process of another pod container

@@ -96,6 +96,12 @@ class StaleEpochError(RingError):
     reaction = "Attach again; the client does so by itself."
 
 
+class RingCutError(RingError):
+    """The file became shorter while it was in use: somebody cut it. Its bytes beyond the new end are gone."""
+
+    reaction = "The sidecar makes the ring anew and the client attaches again, both by themselves."
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A published record, as the doorbell names it."""
@@ -207,6 +213,7 @@ class RingWriter:
             while True:
                 if self._stopped:
                     raise RingStoppedError("the ring was stopped while a pack waited for room")
+                self._check_size()
                 position = self._place(needed)
                 if position is not None:
                     break
@@ -238,6 +245,7 @@ class RingWriter:
         record = Record(step, offset + RECORD_HEADER_BYTES, length, self.epoch)
         end = position + footprint_bytes(length)
         with self._changed:
+            self._check_size()
             self._unreleased.append((record, end))
             self._write_record_header(KIND_PACK, position, step, length)
             self._store_head(end)
@@ -262,7 +270,9 @@ class RingWriter:
                 self._tail = self._unreleased.popleft()[1]
                 count += 1
             if count:
-                self._words[_TAIL_WORD] = self._tail
+                with contextlib.suppress(RingCutError):  # the writing thread is to say so
+                    self._check_size()
+                    self._words[_TAIL_WORD] = self._tail
                 self._changed.notify_all()
         return count
 
@@ -298,6 +308,9 @@ class RingWriter:
             self._mapping.close()
 
     # -- inside
+
+    def _check_size(self) -> None:
+        _check_size(self._fd, self.path, HEADER_BYTES + self.capacity_bytes)
 
     def _offset(self, position: int) -> int:
         return HEADER_BYTES + position % self.capacity_bytes
@@ -452,6 +465,29 @@ def _allocate(fd: int, path: Path, size: int) -> None:
         ) from None
 
 
+def _check_size(fd: int, path: Path, size_bytes: int) -> None:
+    # A page behind a file's end is SIGBUS, which no program survives: look before each access. Who cuts the file in
+    # the middle of one still ends a process; the supervisor starts producers again and says what happened.
+    found = os.fstat(fd).st_size
+    if found < size_bytes:
+        raise RingCutError(
+            f"the ring {path} was cut short while it was in use",
+            got=f"{found} bytes",
+            expected=f"{size_bytes} bytes",
+            fix="let nothing but the sidecar write in its directory",
+        )
+
+
+def ring_problem(path: Path, capacity_bytes: int) -> str:
+    """What befell a ring's file since it was made, in words; empty if nothing did."""
+    try:
+        found = path.lstat().st_size
+    except FileNotFoundError:
+        return "was deleted"
+    expected = HEADER_BYTES + capacity_bytes
+    return "" if found >= expected else f"was cut to {found} of {expected} bytes"
+
+
 def _previous_epoch(fd: int) -> int:
     try:
         return _parse_header(os.pread(fd, _HEADER.size, 0)).epoch
@@ -534,6 +570,8 @@ class RingReader:
             )
         try:
             self._check_record(record)
+        except RingCutError:
+            raise  # not even the epoch may be looked at
         except RingError:
             self._check_epoch()  # the better reason, if it is one
             raise
@@ -611,14 +649,7 @@ class RingReader:
             )
 
     def _check_size(self) -> None:
-        # A page behind a file's end is SIGBUS, which no program survives: look before each access.
-        size = os.fstat(self._fd).st_size
-        if size < self.size_bytes:
-            raise RingError(
-                f"the ring {self.path} was cut short",
-                got=f"{size} bytes",
-                expected=f"{self.size_bytes} bytes",
-            )
+        _check_size(self._fd, self.path, self.size_bytes)
 
     def _record_header(self, offset: int) -> tuple[int, int, int, int]:
         """(kind, position, step, payload length) of the record `offset` bytes into the data, checked."""

@@ -40,7 +40,7 @@ from bagelplane.errors import (
 )
 from bagelplane.logs import LogFormat, configure_logs
 from bagelplane.shm.record import Image, record_size, write_record
-from bagelplane.shm.ring import RingStoppedError, RingWriter
+from bagelplane.shm.ring import RingCutError, RingStoppedError, RingWriter
 from bagelplane.sidecar.control import Frame, receive_frame, send_frame
 from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset
@@ -283,8 +283,9 @@ class Producer:
             "message": BagelplaneError.__str__(_without_fix(error)),
             "fix": error.fix,
             "exit_code": error.exit_code,
-            # What passes by itself is tried again by the supervisor, and so is what nobody foresaw.
-            "fatal": not isinstance(error, TransientStorageError) and type(error) is not BagelplaneError,
+            # What passes by itself, or a new ring mends, is tried again by the supervisor; so is what nobody foresaw.
+            "fatal": not isinstance(error, (TransientStorageError, RingCutError))
+            and type(error) is not BagelplaneError,
         }
         try:
             self._send(frame)

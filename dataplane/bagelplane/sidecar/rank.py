@@ -24,6 +24,7 @@ from bagelplane.engine.elastic import merge_states
 from bagelplane.errors import BagelplaneError
 from bagelplane.logs import log_about
 from bagelplane.shm.protocol import Published
+from bagelplane.shm.ring import ring_problem
 from bagelplane.sidecar.control import Frame, encode_frame, read_frame
 from bagelplane.sidecar.producer import ProducerSetup
 from bagelplane.sidecar.readers import Readers
@@ -38,6 +39,10 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _STOP_SECONDS = 2.0
 _LAG_SECONDS = 5.0
 """A reader that waits so long for another one is a matter for the log."""
+_SIGNAL_HINTS: dict[int, str] = {
+    signal.SIGKILL: ", out of memory?",
+    signal.SIGBUS: ": the ring's volume shrank or its file was cut",
+}
 
 log = logging.getLogger(__name__)
 
@@ -279,14 +284,17 @@ class RankServer:
 
     def watch(self) -> None:
         """Looked after every few seconds: says what holds readers up, once. Has the producer begin anew if its ring
-        was deleted: who attaches now would find none.
+        was deleted or cut: who attaches now would find none.
         """
         obstacle = self.obstacle
         if obstacle and not self._told_obstacle:
             log.warning("rank %d: %s", self.rank, obstacle)
         self._told_obstacle = obstacle
-        if self.phase == "ready" and self._process is not None and not os.path.lexists(self.ring_path):
-            self._last_failure = f"its ring {self.ring_path} was deleted"
+        if self.phase != "ready" or self._process is None:
+            return
+        problem = ring_problem(Path(self.ring_path), self.ring_bytes)
+        if problem:
+            self._last_failure = f"its ring {self.ring_path} {problem}"
             _kill(self._process)
 
     async def stop(self) -> None:
@@ -498,7 +506,7 @@ def _process_state(pid: int) -> str:
 
 def _describe_exit(status: int | None) -> str:
     if status is not None and status < 0:
-        hint = ", out of memory?" if -status == signal.SIGKILL else ""
+        hint = _SIGNAL_HINTS.get(-status, "")
         return f"killed by {signal.Signals(-status).name}{hint}"
     return f"exit status {status}"
 
