@@ -147,7 +147,7 @@ def _own_cluster(work_dir: Path, say: Say) -> Iterator[Cluster]:
         ):
             cluster = Cluster(Kubectl(plane.kubeconfig), server, work_dir, say, plane, the_node, archives)
             _publish(cluster, HOST_ADDRESS)
-            the_node.wait_for_service(sample_data.service_address(cluster.kubectl), sample_data.PORT)
+            the_node.wait_for_service(sample_data.service_address(cluster.kubectl))
             say(f"the cluster was up after {time.monotonic() - began:.1f} s; logs are in {cluster.logs_dir}")
             yield cluster
         if not cluster.failures:

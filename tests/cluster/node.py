@@ -51,20 +51,18 @@ class Node:
         """Loads an archive of images, unless they are there. Raises ClusterError."""
         import_image(self.inside, self.image_store, archive)
 
-    def wait_for_service(self, address: str, port: int) -> None:
+    def wait_for_service(self, address: str) -> None:
         """Waits until a service's address leads somewhere: kube-proxy hears of a new one a moment later, and until
         then a pod finds no route. Raises ClusterError.
         """
         deadline = time.monotonic() + _SERVICE_SECONDS
-        while True:
-            try:
-                self.inside.run(
-                    ["bash", "-c", f"exec 3<>/dev/tcp/{address}/{port}"], seconds=_SERVICE_SECONDS
+        # A service without an endpoint has no rule in this table.
+        while f"-d {address}/32" not in (rules := self.inside.run(["iptables-save", "-t", "nat"])):
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"kube-proxy has no rule for the service at {address} after {_SERVICE_SECONDS:.0f} s; "
+                    f"it has {rules}"
                 )
-                return
-            except ClusterError:
-                if time.monotonic() > deadline:
-                    raise
             time.sleep(0.1)
 
     def check(self) -> None:
