@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -338,3 +339,54 @@ def digest_of(batch: dict[str, Any]) -> str:
     from tests.golden.hashing import digest as golden_digest
 
     return golden_digest(describe(batch))
+
+
+@pytest.mark.parametrize("where", ["ready_record", "release"])
+def test_an_interrupt_while_a_pack_is_handed_over_does_not_lose_it(
+    where: str, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(stack, tmp_path)
+    reader = connect(stack, tmp_path)
+    taken = [reader.next_pack()[0].step]
+    connection = reader._connection
+    inner = connection._receive if where == "ready_record" else connection._require_socket
+
+    def interrupt(*arguments: Any) -> Any:
+        monkeypatch.setattr(connection, inner.__name__, inner)
+        raise KeyboardInterrupt
+
+    connection._doorbells.clear()
+    monkeypatch.setattr(connection, inner.__name__, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        taken.extend(pack.step for pack, _ in reader.packs())
+    assert reader.step == len(taken)
+    taken += [reader.next_pack()[0].step for _ in range(4)]
+    assert taken == list(range(len(taken)))
+
+
+def test_a_forked_child_is_told_and_its_parent_goes_on(tmp_path: Path, stack: ExitStack) -> None:
+    serve(stack, tmp_path)
+    reader = connect(stack, tmp_path, prefetch=0)
+    assert reader.next_pack()[0].step == 0
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            reader.next_pack()
+            said = "a pack"
+        except ProtocolError as error:
+            said = str(error)
+        reader.close()
+        os.write(theirs, said.encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answers:
+        assert "in a forked child" in answers.read()
+    os.waitpid(child, 0)
+    assert [reader.next_pack()[0].step for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan"), 1e12, "5"])
+def test_a_time_that_cannot_be_waited_is_refused_at_once(seconds: Any, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="timeout_seconds"):
+        NumpyReader(tmp_path, timeout_seconds=seconds)

@@ -128,3 +128,11 @@ def test_the_readers_of_all_pods_are_all_processes_of_a_rank(shape: list[int], d
         ]
         assert {place.readers for place in here} <= {len(here)}
     assert sorted(place.rank for place in places) == sorted(list(range(size)) * (world_size // size))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mesh": "dp"}, {"mesh": object()}, {"mesh": mesh_of("dp", shape=(1,)), "dp_dim": 3}]
+)
+def test_what_is_no_mesh_or_no_name_is_refused_in_words(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"no DeviceMesh|no name"):
+        resolve_place(0, 0, 1, **wrong)

@@ -93,6 +93,16 @@ def test_another_place_waits_for_the_others_and_names_them() -> None:
         assert readers.admit(0, step, expected=2, known_until=100, now=2.0) is None, "a new start leads there"
 
 
+def test_a_far_place_is_no_cursor_of_a_group_that_stands_elsewhere() -> None:
+    readers = group_of(2)
+    come(readers, 0, made=4)
+    with pytest.raises(BusyError, match="local rank 0"):
+        come(readers, 1, 2000, made=4)
+    readers.leave(0, now=1.0)
+    assert readers.admit(1, 2000, expected=2, known_until=4, now=1.0) is None, "a new start leads there"
+    assert readers.lowest == 0
+
+
 def test_readers_that_come_one_by_one_after_a_loss_meet_at_the_lowest() -> None:
     readers = group_of(3, first_step=12)
     assert come(readers, 0, 12, made=12) == 12

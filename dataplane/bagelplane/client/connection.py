@@ -109,6 +109,7 @@ class Connection:
         """Of the data set that this trainer runs on; empty before that is known. Another one is refused."""
         self._socket: MessageSocket | None = None
         self._ring: RingReader | None = None
+        self._owner_pid = os.getpid()
         self._epoch = 0
         self._doorbells: deque[Published] = deque()
         self._read: deque[Record] = deque()  # given to the caller and not released, oldest first
@@ -150,6 +151,19 @@ class Connection:
         except (OSError, BagelplaneError) as error:
             self._trouble = error
             return None
+        except BaseException:
+            self._drop("interrupted")
+            raise
+
+    def check_owner(self) -> None:
+        """ProtocolError in a forked child: it shares the socket, and what it took would be missing in its parent."""
+        if self._ring is not None and self._owner_pid != os.getpid():
+            raise ProtocolError(
+                "a loader was used in a forked child of the process that it is attached in",
+                got=f"process {os.getpid()}",
+                expected=f"process {self._owner_pid}",
+                fix="make a loader in the process that iterates (a DataLoader with num_workers=0 does)",
+            )
 
     def confirm(self, record: Record) -> bool:
         """Whether all that was read from the record is what the producer put there. If not, read anew."""
@@ -165,6 +179,8 @@ class Connection:
 
         `stalled_seconds` is how long the trainer stood still for it; the sidecar counts that.
         """
+        if self._ring is None:
+            return  # it broke since; the next attach says where we are
         assert self._read[0] == record
         self._read.popleft()
         self.next_step = record.step + 1
@@ -174,6 +190,9 @@ class Connection:
         except OSError as error:
             # Not lost: the next attach says where we are.
             self._drop(f"the connection broke while step {record.step} was acknowledged ({error})")
+        except BaseException:
+            self._drop("interrupted")  # part of a message may be on its way
+            raise
 
     def request(self, message: Message, answer: type[M], resume: Resume) -> M:
         """Sends `message` while attached and waits for its answer."""
@@ -186,7 +205,7 @@ class Connection:
 
     def close(self) -> None:
         """Detaches. Returns when the sidecar has read every acknowledgement, after a second at the latest."""
-        if self._socket is not None:
+        if self._socket is not None and self._owner_pid == os.getpid():
             try:
                 self._socket.leave(Detach(), timeout_seconds=_GOODBYE_SECONDS)
             except OSError:
@@ -200,6 +219,7 @@ class Connection:
 
     def _until_deadline(self, what: str, resume: Resume, act: Callable[[float], T]) -> T:
         """`act`, attached; again after everything that may pass, until the deadline."""
+        self.check_owner()
         begun = time.monotonic()
         deadline, warn_at = begun + self.timeout_seconds, begun + _ABSENT_SECONDS
         pause = _FIRST_PAUSE_SECONDS
@@ -273,6 +293,7 @@ class Connection:
     def _connect(self, resume: Resume, deadline: float) -> None:
         path = self.directory / SOCKET_NAME
         self._drop(self._last_seen)
+        self._owner_pid = os.getpid()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = MessageSocket(sock, SIDECAR_MESSAGES)
         sock.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -150,6 +150,12 @@ def _find_in_mesh(
     mesh: MeshLike, dp_dim: str | Sequence[str] | None, process: Place
 ) -> tuple[int, int, int | None]:
     """(data-parallel rank, how many, readers in this pod or None)."""
+    if not hasattr(mesh, "mesh") or not hasattr(mesh, "mesh_dim_names"):
+        raise SpecError(
+            "mesh is no DeviceMesh",
+            got=repr(mesh)[:100],
+            fix="pass what init_device_mesh gave, or a part of it",
+        )
     table = np.asarray(mesh.mesh.tolist())
     dims = _find_dimensions(mesh.mesh_dim_names, table.ndim, dp_dim)
     found = np.argwhere(table == process.rank)
@@ -182,12 +188,14 @@ def _find_dimensions(
             got=f"{count} dimensions",
             fix="make it with mesh_dim_names=, and pass the data-parallel one as dp_dim=",
         )
-    wanted = [_DEFAULT_DIMENSION] if dp_dim is None else [dp_dim] if isinstance(dp_dim, str) else list(dp_dim)
+    wanted = [_DEFAULT_DIMENSION] if dp_dim is None else [dp_dim] if isinstance(dp_dim, str) else dp_dim
+    if not isinstance(wanted, (list, tuple)):
+        raise SpecError("dp_dim is no name and no list of names", got=repr(dp_dim))
     dims = [names.index(name) if name in names else -1 for name in wanted]
     if not dims or -1 in dims or dims != sorted(set(dims)):
         raise SpecError(
             "the mesh has no such data-parallel dimension",
-            got=f"dp_dim {wanted}",
+            got=f"dp_dim {list(wanted)}",
             expected=f"of {list(names)}, one or several in this order",
             fix='pass dp_dim= as they are named, for example dp_dim=("dp_replicate", "dp_shard"), '
             'or the sub-mesh itself, mesh["dp"]',

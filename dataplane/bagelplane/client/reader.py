@@ -23,6 +23,8 @@ from bagelplane.shm.record import Image
 
 STATE_VERSION = 1
 DEFAULT_TIMEOUT_SECONDS = 300.0
+_LONGEST_TIMEOUT_SECONDS = 1e7
+"""Some months: as good as for ever, and what a socket takes."""
 
 T = TypeVar("T")
 
@@ -84,8 +86,15 @@ class NumpyReader:
         where = default_directory() if directory is None else Path(directory)
         if where.is_socket():
             where = where.parent
-        if not timeout_seconds > 0:
-            raise SpecError("timeout_seconds must be above 0", got=str(timeout_seconds))
+        if (
+            not isinstance(timeout_seconds, (int, float))
+            or not 0 < timeout_seconds <= _LONGEST_TIMEOUT_SECONDS
+        ):
+            raise SpecError(
+                "timeout_seconds is no length of time that can be waited",
+                got=repr(timeout_seconds),
+                expected=f"a number above 0, at most {_LONGEST_TIMEOUT_SECONDS:g}",
+            )
         if resume not in ("latest", "none"):
             raise SpecError(
                 "resume must be 'latest' or 'none'", got=repr(resume), fix="use resume() for a step"
@@ -139,6 +148,7 @@ class NumpyReader:
         """
         begun = time.perf_counter()
         ahead, connection = self._ahead, self._connection
+        connection.check_owner()
         while True:
             if not ahead:
                 ahead.append(*connection.next_record(self._resume), convert)
@@ -155,10 +165,12 @@ class NumpyReader:
                     break
             ahead.clear()
         ahead.pop()
-        connection.release(record, stalled_seconds=time.perf_counter() - begun)
-        self._resume = Resume("state", record.step + 1, state)
+        stalled_seconds = time.perf_counter() - begun
+        # Before the pack counts as handed over: an interrupt in here must not lose it.
         while ahead.has_room and (ready := connection.ready_record()) is not None:
             ahead.append(*ready, convert)
+        connection.release(record, stalled_seconds=stalled_seconds)
+        self._resume = Resume("state", record.step + 1, state)
         return result
 
     # -- place in the stream
@@ -298,7 +310,7 @@ def _parse_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any] | N
     if isinstance(state, str) and state:
         try:
             state = json.loads(state)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise SnapshotError("the loaded state is damaged", got="text that is no JSON") from None
     if type(step) is not int or step < 0 or not (state in (None, "") or isinstance(state, dict)):
         raise SnapshotError(

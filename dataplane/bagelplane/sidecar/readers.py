@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from bagelplane.errors import BagelplaneError
 
+MAX_APART_PACKS = 64
+"""Readers of one rank step together. One that asks for a place farther off belongs to another run, or is early."""
 RETURN_SECONDS = 5.0
 """How long readers that were sent away are awaited, before the group counts as gone."""
 
@@ -98,6 +100,8 @@ class Readers:
                 raise self._elsewhere(step)
             if not others or step < self.lowest:
                 return None
+            if step > max(known_until, self.furthest) + MAX_APART_PACKS:
+                raise self._elsewhere(step)
         self.cursors[local_rank] = Cursor(step, since=now)
         return step
 
