@@ -68,6 +68,14 @@ class Kubectl:
 
     __call__ = run
 
+    def wait_established(self, crd: str) -> None:
+        """Waits until the API server serves a definition. `kubectl wait` fails on one that has no conditions yet."""
+        self.wait_for(
+            f"the definition {crd} to be established",
+            lambda: self.run("wait", "--for=condition=Established", f"crd/{crd}", "--timeout=10s"),
+            60,
+        )
+
     def try_run(self, *arguments: str | Path, seconds: float = 120) -> str:
         """The same for reports: an error is given as text."""
         try:

@@ -40,7 +40,7 @@ def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
     with control_plane(tmp_path_factory.mktemp("plane"), advertise_address="127.0.0.1") as plane:
         kubectl = Kubectl(plane.kubeconfig)
         kubectl.apply(CRD)
-        kubectl("wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=30s")
+        kubectl.wait_established(CRD_NAME)
         yield kubectl
 
 

@@ -27,14 +27,17 @@ MEBIBYTE = 2**20
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 no_module = "bagelplane.native.libresample"
-needs_torch = (
-    "bagelplane.packing", "bagelplane.distributed_iterable", "bagelplane.client.loader", "bagelplane.client.agreement"
-)
+with_torch = ("bagelplane.packing", "bagelplane.distributed_iterable", "bagelplane.client")
 for package in map(importlib.import_module, sys.argv[1:]):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.startswith((no_module, *needs_torch)) and not module.name.endswith("__main__"):
+        if module.name.startswith(no_module) or module.name.endswith("__main__"):
+            continue
+        try:
             importlib.import_module(module.name)
-            print(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch" or not module.name.startswith(with_torch):
+                raise
+        print(module.name)
 """
 ALL_REDUCE = """
 import os, torch, torch.distributed, bagelplane.client

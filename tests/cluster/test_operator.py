@@ -161,7 +161,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     with control_plane(tmp_path_factory.mktemp("plane"), advertise_address="127.0.0.1") as running:
         kubectl = Kubectl(running.kubeconfig)
         kubectl.apply(CRD)
-        kubectl.run("wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=30s")
+        kubectl.wait_established(CRD_NAME)
         kubectl.run("create", "namespace", "bagelplane-system")
         kubectl.apply(render_rights())
         yield running

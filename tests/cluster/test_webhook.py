@@ -89,7 +89,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 def setting(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     kubectl = Kubectl(plane.kubeconfig)
     kubectl.apply(ROOT / "crds" / f"{CRD_NAME}.yaml")
-    kubectl("wait", "--for=condition=Established", f"crd/{CRD_NAME}", "--timeout=30s")
+    kubectl.wait_established(CRD_NAME)
     kubectl.apply(RIGHTS)
     wait = "the namespace's service account"
     kubectl.wait_for(wait, lambda: kubectl.get_json("serviceaccount", "default", namespace="training"), 60)
