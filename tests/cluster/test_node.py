@@ -256,7 +256,7 @@ def test_killed_cluster_takes_its_processes_along_and_the_next_start_clears_the_
             pass
 
     with second_cluster(tmp_path, "end") as ending:
-        assert ending.communicate(timeout=60) == ("", None)
+        assert ending.communicate(timeout=180) == ("", None)
         assert ending.returncode == 0
     wait_until_nothing_is_left(tmp_path)
 
