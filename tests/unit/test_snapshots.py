@@ -187,6 +187,46 @@ def test_stretches_are_counted_in_steps_of_the_world_that_wrote(tmp_path: Path) 
 # ---- refusals
 
 
+@pytest.mark.parametrize(
+    "name", ["step-000000000001-my-model", "position-000000000001-ABCDEF01", "step-٠٠٠٠٠٠٠٠٠٠٠١"]
+)
+def test_a_folder_with_a_name_that_we_do_not_write_is_nobody_s_snapshot(tmp_path: Path, name: str) -> None:
+    foreign = tmp_path / name / "weights.pt"
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"of somebody else")
+    store = make_store(tmp_path)
+    for step in (10, 20):
+        write_all(store, step)
+    assert [entry.step for entry in store.entries()] == [10, 20]
+    assert store.prune(Retention(1)) == [10]
+    assert foreign.read_bytes() == b"of somebody else"
+
+
+def test_deleting_a_snapshot_leaves_the_files_beside_it(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for step in (10, 20):
+        write_all(store, step)
+    folder = tmp_path / "step-000000000010"
+    (folder / "rank-00001.json.zst.copy").write_bytes(b"of somebody else")
+    assert store.prune(Retention(1)) == [10]
+    assert [path.name for path in folder.iterdir()] == ["rank-00001.json.zst.copy"]
+
+
+def test_nothing_is_deleted_through_a_symbolic_link(tmp_path: Path) -> None:
+    elsewhere = make_store(tmp_path / "elsewhere")
+    write_all(elsewhere, 3)
+    before = sorted((tmp_path / "elsewhere").rglob("*"))
+    store = make_store(tmp_path / "snapshots")
+    for step in (10, 20):
+        write_all(store, step)
+    (tmp_path / "snapshots" / "step-000000000003").symlink_to(tmp_path / "elsewhere" / "step-000000000003")
+    [linked, *_] = store.entries()
+    assert store.prune(Retention(1)) == [10]
+    with pytest.raises(SnapshotError, match=r"step-000000000003 is not deleted.*symbolic link"):
+        store.delete(linked)
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == before
+
+
 def test_another_spec_is_refused_and_both_are_named(tmp_path: Path) -> None:
     write_all(make_store(tmp_path, "b" * 64, "theirs"), 10)
     store = make_store(tmp_path, "a" * 64, "ours")

@@ -26,7 +26,7 @@ from bagelplane.settings import storage_settings
 from bagelplane.sidecar.changes import data_changes, manifest_changes, spec_changes
 from bagelplane.sidecar.fingerprint import Fingerprint, take_fingerprint
 from bagelplane.sidecar.retention import Retention
-from bagelplane.sidecar.snapshots import Manifest, SnapshotEntry, SnapshotStore
+from bagelplane.sidecar.snapshots import Manifest, SnapshotEntry, SnapshotStore, deletable
 from bagelplane.sidecar.store import open_snapshot_store, retention_of
 from bagelplane.spec import load_dataset
 from bagelplane.storage import StorageSettings, open_storage
@@ -188,6 +188,7 @@ def prune_snapshots(
     doomed = retention.doomed(entries)
     if other_runs:
         doomed += [entry for entry in entries if entry.condition == "superseded"]
+    doomed = deletable(doomed)
     for entry in doomed if not dry_run else ():
         store.delete(entry)
     if output is Format.JSON:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -25,6 +26,8 @@ KNOWN_BAD_FORMAT = "bagelplane-known-bad"
 MANIFEST_NAME = "manifest.json"
 MAX_OBJECT_BYTES = 64 * 1024 * 1024
 """No object of ours is larger, also after decompression; what claims to be is refused."""
+_FOLDER_NAME = re.compile(r"(?:step|position)-([0-9]{12})(?:-([0-9a-f]{8}))?")
+_RANK_NAME = re.compile(r"rank-[0-9]{5}(?:-of-[0-9]{5})?\.json\.zst")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,21 @@ def rank_name(rank: int, topology: StreamTopology) -> str:
     return f"rank-{rank:05d}{world}.json.zst"
 
 
+def is_object_name(name: str) -> bool:
+    """Whether we write objects of that name into the folder of a snapshot."""
+    return name == MANIFEST_NAME or _RANK_NAME.fullmatch(name) is not None
+
+
 def parse_folders(uris: Sequence[str], root: str) -> Iterator[tuple[int, str, str]]:
-    """(number, run's id, URI) of the folders of snapshots among these; the id is empty before there were runs."""
+    """(number, run's id, URI) of the folders of snapshots among these; the id is empty before there were runs.
+
+    Only names exactly as we write them: others, however alike, belong to somebody else.
+    """
     for uri in uris:
         name = base_name(uri)
-        kind, _, rest = name.partition("-")
-        digits, _, run = rest.partition("-")
-        if kind in ("step", "position") and len(digits) == 12 and digits.isdecimal():
-            yield int(digits), run, f"{root}/{name}"
+        match = _FOLDER_NAME.fullmatch(name)
+        if match is not None:
+            yield int(match[1]), match[2] or "", f"{root}/{name}"
 
 
 def base_name(uri: str) -> str:

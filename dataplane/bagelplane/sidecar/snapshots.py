@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ from bagelplane.sidecar.snapshot_format import (
     digest,
     fix_damaged,
     fix_topology,
+    is_object_name,
     library_versions,
     parse_folders,
     parse_manifest,
@@ -305,7 +306,7 @@ class SnapshotStore:
 
     def prune(self, retention: Retention) -> list[int]:
         """Deletes what `retention` gives up. Returns the steps deleted."""
-        doomed = retention.doomed(self.entries())
+        doomed = deletable(retention.doomed(self.entries()))
         if self.lease is not None:
             # After the look at what is there: a run that takes over now has seen the snapshots that stay.
             self.lease.verify()
@@ -314,13 +315,23 @@ class SnapshotStore:
         return [entry.step for entry in doomed]
 
     def delete(self, entry: SnapshotEntry) -> None:
-        """Removes one snapshot, of whatever condition."""
+        """Removes one snapshot, of whatever condition: the objects that we write, and the folder if that empties it.
+
+        SnapshotError for one whose folder is a symbolic link: what it leads to need not be ours.
+        """
+        if _is_link(entry.uri):
+            raise SnapshotError(
+                f"the snapshot {entry.uri} is not deleted",
+                got="a symbolic link",
+                expected="a folder",
+                fix="remove the link, and what it leads to if nobody needs it",
+            )
         # The manifest first: what remains of an interrupted deletion is a torn snapshot, which is never used.
         manifest_uri = f"{entry.uri}/{MANIFEST_NAME}"
         if entry.manifest is not None:
             self.storage.delete(manifest_uri)
         for item in self.storage.list_files(entry.uri, missing_ok=True):
-            if item.uri != manifest_uri:
+            if item.uri != manifest_uri and is_object_name(base_name(item.uri)):
                 self.storage.delete(item.uri)
         _remove_local_folder(entry.uri)
 
@@ -442,12 +453,27 @@ class SnapshotStore:
         return self._read_data[manifest.data]
 
 
+def deletable(entries: Iterable[SnapshotEntry]) -> list[SnapshotEntry]:
+    """Without those whose folder is a symbolic link, which `delete` refuses."""
+    return [entry for entry in entries if not _is_link(entry.uri)]
+
+
+def _local_path(uri: str) -> Path | None:
+    path = uri.removeprefix("file://")
+    return None if "://" in path else Path(path)
+
+
+def _is_link(uri: str) -> bool:
+    path = _local_path(uri)
+    return path is not None and path.is_symlink()
+
+
 def _remove_local_folder(uri: str) -> None:
     """Object stores have no folders to be left over; a local disk has."""
-    path = uri.removeprefix("file://")
-    if "://" not in path:
+    path = _local_path(uri)
+    if path is not None:
         with contextlib.suppress(OSError):
-            Path(path).rmdir()
+            path.rmdir()
 
 
-__all__ = ["Manifest", "SnapshotEntry", "SnapshotStorage", "SnapshotStore", "StreamTopology"]
+__all__ = ["Manifest", "SnapshotEntry", "SnapshotStorage", "SnapshotStore", "StreamTopology", "deletable"]
