@@ -385,3 +385,61 @@ def test_what_dead_runs_left_is_cleared_but_not_the_runs_themselves(world: World
         f"run-{number:06d}.json" for number in range(1, 5)
     ]
     assert all(name.startswith("run-000004") for name in names if name.count(".") > 1)
+
+
+# ---- damaged records
+
+
+def _three_runs(world: World) -> list[Path]:
+    """Each with a snapshot and each continuing the one before. Their records, by number."""
+    for number, step in enumerate((10, 20, 30)):
+        store = world.begin(f"host-{number}", ranks=[0], job=f"job-{number}")
+        write(store, step)
+        lease_of(store).end()
+    return sorted(path for path in (world.folder / "runs").iterdir() if path.name.count(".") == 1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"{}"])
+def test_the_damaged_record_of_an_old_run_keeps_nobody_from_running(
+    world: World, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    oldest, *_ = _three_runs(world)
+    oldest.write_bytes(damage)
+    store = world.begin("host-3", ranks=[0], job="job-3")
+    write(store, 40)
+    store.prune(Retention(1))
+    assert str(oldest) in caplog.text
+    assert oldest.read_bytes() == damage
+    assert complete(world.store()) == [40]
+
+
+def test_what_a_damaged_record_continued_is_not_of_the_history(world: World) -> None:
+    _, middle, _ = _three_runs(world)
+    middle.write_bytes(b"")
+    assert complete(world.store()) == [20, 30], (
+        "run 3 says that it continues run 2; run 1 is not known any more"
+    )
+
+
+def test_a_run_whose_record_is_damaged_may_be_alive_and_the_error_says_the_way_on(world: World) -> None:
+    *_, newest = _three_runs(world)
+    newest.write_bytes(b"garbage")
+    with pytest.raises(SnapshotError, match=rf"whether that run is alive.*move {newest} to another place"):
+        world.begin("host-3", ranks=[0], job="job-3")
+    assert complete(world.store()) == [10, 20], "people may still look"
+    newest.rename(world.folder / newest.name)
+    assert complete(world.begin("host-3", ranks=[0], job="job-3")) == [10, 20]
+
+
+def test_a_run_goes_on_when_its_own_record_is_damaged_and_stops_at_a_newer_one(world: World) -> None:
+    store = world.begin("host-0", ranks=[0], job="job-0")
+    (record,) = [path for path in (world.folder / "runs").iterdir() if path.name.count(".") == 1]
+    record.write_bytes(b"")
+    write(store, 10)
+    newer = record.with_name("run-000002.json")
+    newer.write_bytes(b"")
+    with pytest.raises(SnapshotError, match=r"run-000002\.json, is damaged"):
+        write(store, 20)
+    newer.unlink()
+    write(store, 20)
+    assert complete(store) == [10, 20]

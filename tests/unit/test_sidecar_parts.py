@@ -285,3 +285,31 @@ def test_a_damaged_state_ends_show_with_status_8(tmp_path: Path, capsys: pytest.
     assert text.startswith("error: the state ")
     assert "is damaged; got 1 bytes" in text
     assert text.count("\n") == 1
+
+
+def test_a_damaged_record_of_a_run_is_shown_and_stops_nobody_who_looks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = SnapshotStore(open_storage(StorageSettings()), str(tmp_path), "c" * 64)
+    for step in (8, 16):
+        store.write_rank(step, 0, StreamTopology(1, 1), {"step": step})
+    record = tmp_path / "runs" / "run-000001.json"
+    record.parent.mkdir()
+    record.write_bytes(b"")
+    prune = ("prune", str(tmp_path), "--keep-last", "1")
+    for arguments, wanted in ((("list", str(tmp_path)), 0), (("verify", str(tmp_path)), 8), (prune, 0)):
+        code, text, _ = run_command(capsys, "snapshots", *arguments, "-o", "json")
+        assert (code, [run["uri"] for run in json.loads(text)["damaged_runs"]]) == (wanted, [str(record)])
+    assert not (tmp_path / "step-000000000008").exists()
+    code, _, text = run_command(capsys, "snapshots", *prune, "--other-runs")
+    assert (code, str(record) in text) == (8, True)
+    assert record.exists()
+
+
+@pytest.mark.parametrize("target", ["datset.yaml", "datset.yml", "datset.json", "s3://", "file://relative"])
+def test_a_mistyped_place_of_snapshots_is_a_wrong_argument(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("list", "verify"):
+        code, _, text = run_command(capsys, "snapshots", command, target)
+        assert (code, target in text) == (2, True)

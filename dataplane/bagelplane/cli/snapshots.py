@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,12 @@ from bagelplane.settings import storage_settings
 from bagelplane.sidecar.changes import data_changes, manifest_changes, spec_changes
 from bagelplane.sidecar.fingerprint import Fingerprint, take_fingerprint
 from bagelplane.sidecar.retention import Retention
+from bagelplane.sidecar.runs import DamagedRun
 from bagelplane.sidecar.snapshots import Manifest, SnapshotEntry, SnapshotStore, deletable
 from bagelplane.sidecar.store import open_snapshot_store, retention_of
 from bagelplane.spec import load_dataset
 from bagelplane.storage import StorageSettings, open_storage
+from bagelplane.storage.uris import parse_uri
 
 app = typer.Typer(help="Look at the snapshots of a run, compare, check and prune them.", no_args_is_help=True)
 
@@ -55,9 +57,10 @@ def list_snapshots(
     Example: bagelplane snapshots list dataset.yaml
     """
     store = open_store(target, endpoint_url)
-    entries = store.entries()
+    entries, damaged = store.entries(), store.runs.look().damaged
     if output is Format.JSON:
-        print_json({"uri": store.uri, "snapshots": [entry_as_json(entry) for entry in entries]})
+        lines = [entry_as_json(entry) for entry in entries]
+        print_json({"uri": store.uri, "snapshots": lines, **_damaged_as_json(damaged)})
         return
     rows = [
         (entry.step, entry.condition, entry.run, *_columns(entry.manifest), entry.problem)
@@ -65,6 +68,7 @@ def list_snapshots(
     ]
     columns = ("step", "condition", "run", "ranks", "workers", "bytes", "spec hash", "problem")
     print_table(f"{len(entries)} snapshots below {store.uri}", columns, rows)
+    _print_damaged(damaged)
 
 
 @app.command("show")
@@ -184,7 +188,13 @@ def prune_snapshots(
         retention = Retention(keep_last, retention.keep_every if retention else None)
     assert retention is not None
     retention = replace(retention, keep_every=keep_every or retention.keep_every)
-    entries = store.entries()
+    entries, damaged = store.entries(), store.runs.look().damaged
+    if other_runs and damaged:
+        raise SnapshotError(
+            "--other-runs is refused: what belongs to the history is not known",
+            got=damaged[-1].problem,
+            fix=f"restore {damaged[-1].uri}, or leave --other-runs out",
+        )
     doomed = retention.doomed(entries)
     if other_runs:
         doomed += [entry for entry in entries if entry.condition == "superseded"]
@@ -193,7 +203,12 @@ def prune_snapshots(
         store.delete(entry)
     if output is Format.JSON:
         print_json(
-            {"uri": store.uri, "deleted": not dry_run, "snapshots": [entry_as_json(e) for e in doomed]}
+            {
+                "uri": store.uri,
+                "deleted": not dry_run,
+                "snapshots": [entry_as_json(e) for e in doomed],
+                **_damaged_as_json(damaged),
+            }
         )
         return
     rows = [(entry.step, entry.condition, entry.run, entry.uri) for entry in doomed]
@@ -201,6 +216,7 @@ def prune_snapshots(
     print_table(
         f"{len(doomed)} of {len(entries)} snapshots {done}", ("step", "condition", "run", "folder"), rows
     )
+    _print_damaged(damaged)
 
 
 @app.command("verify")
@@ -220,16 +236,28 @@ def verify_snapshots(
         for entry in entries:
             found.append((entry, _problems(store, entry)))
             advance(1)
-    damaged = [entry for entry, problems in found if problems]
+    damaged, runs = [entry for entry, problems in found if problems], store.runs.look().damaged
     if output is Format.JSON:
         lines = [{**entry_as_json(entry), "problems": problems} for entry, problems in found]
-        print_json({"uri": store.uri, "snapshots": lines})
+        print_json({"uri": store.uri, "snapshots": lines, **_damaged_as_json(runs)})
     else:
         rows = [(entry.step, entry.condition, "; ".join(problems) or "in order") for entry, problems in found]
         title = f"{len(entries)} snapshots below {store.uri}, {len(damaged)} damaged"
         print_table(title, ("step", "condition", "what was found"), rows)
-    if damaged:
+        _print_damaged(runs)
+    if damaged or runs:
         raise typer.Exit(SnapshotError.exit_code)
+
+
+def _print_damaged(runs: Sequence[DamagedRun]) -> None:
+    for run in runs:
+        print_note(
+            f"the record of run {run.number} is damaged; what it continued is not known: {run.problem}"
+        )
+
+
+def _damaged_as_json(runs: Sequence[DamagedRun]) -> dict[str, Any]:
+    return {"damaged_runs": [asdict(run) for run in runs]} if runs else {}
 
 
 def _problems(store: SnapshotStore, entry: SnapshotEntry) -> list[str]:
@@ -276,6 +304,9 @@ def _side(store: SnapshotStore, target: str, which: str) -> _Side:
 def open_store(target: str, endpoint_url: str | None = None) -> SnapshotStore:
     """The store that a resource file names, bound to its spec; or the one at a URI, for any spec."""
     if not Path(target).is_file():
+        if target.endswith((".yaml", ".yml", ".json")):
+            raise SpecError(f"there is no resource file {target}", fix="correct its name; or give a URI")
+        _check_uri(target)
         return SnapshotStore(open_storage(StorageSettings(endpoint_url=endpoint_url)), target, "")
     if endpoint_url is not None:
         raise SpecError("--endpoint-url goes with a URI", fix="the resource's spec.storage says it already")
@@ -283,6 +314,13 @@ def open_store(target: str, endpoint_url: str | None = None) -> SnapshotStore:
     if store is None:
         raise SpecError(f"{target} names no place for snapshots", fix="set spec.snapshots.uri")
     return store
+
+
+def _check_uri(uri: str) -> None:
+    try:
+        parse_uri(uri)
+    except StorageError as error:
+        raise SpecError(str(error)) from None
 
 
 def entry_as_json(entry: SnapshotEntry) -> dict[str, Any]:

@@ -79,7 +79,9 @@ def write_snapshot(
             expected="an empty place: they would be another history than the one taken over",
             fix="give the resource a snapshots.uri of its own",
         )
-    if (run := store.runs.look().newest) is not None:
+    register = store.runs.look()
+    register.check_newest()
+    if (run := register.newest) is not None:
         raise SnapshotError(
             f"a run has begun below {store.uri} already",
             got=str(run),

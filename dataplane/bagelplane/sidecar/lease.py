@@ -160,6 +160,9 @@ class RunLease:
 
     def _try(self, find_origin: Callable[[Lineage], int | None], may_join: bool) -> bool:
         register = self._folder.look()
+        register.check_newest()
+        for damaged in register.damaged:
+            log.warning("what run %d continued is not known: %s", damaged.number, damaged.problem)
         previous = register.newest
         if previous is not None and self._is_to_be_joined(previous, may_join):
             self._enter(previous, register.runs)
@@ -360,6 +363,8 @@ class RunLease:
             )
             log.error("%s", self.problem)
             raise self.problem
+        # No problem that lasts: somebody may restore the record, and it is said at each look until then.
+        register.check_newest(after=self.run.number)
         return register
 
     def keep(self) -> None:

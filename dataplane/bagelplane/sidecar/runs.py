@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from bagelplane.costs import Costs
 from bagelplane.errors import ObjectExistsError, SnapshotError
-from bagelplane.sidecar.snapshot_format import FORMAT_VERSION, base_name, seal, unseal
+from bagelplane.sidecar.snapshot_format import FORMAT_VERSION, base_name, seal, take, unseal
 from bagelplane.storage import ObjectMissingError
 
 RUN_FORMAT = "bagelplane-run"
@@ -149,11 +149,22 @@ class Claim:
     version: str
 
 
+@dataclass(frozen=True, slots=True)
+class DamagedRun:
+    """A run whose record says nothing: it is left where it is, and what it continued is not known."""
+
+    number: int
+    uri: str
+    problem: str
+
+
 @dataclass(slots=True)
 class Register:
     """What lies in `runs/` at one moment."""
 
     runs: list[Run] = field(default_factory=list)
+    """By number."""
+    damaged: list[DamagedRun] = field(default_factory=list)
     """By number."""
     versions: dict[int, str] = field(default_factory=dict)
     """Of each run's record, by its number."""
@@ -168,6 +179,20 @@ class Register:
     def newest(self) -> Run | None:
         return self.runs[-1] if self.runs else None
 
+    def check_newest(self, after: int = 0) -> None:
+        """SnapshotError when a damaged record may be that of the present run: it is newer than all others, and than
+        run number `after`.
+        """
+        after = max(after, self.newest.number if self.newest is not None else 0)
+        for damaged in self.damaged:
+            if damaged.number > after:
+                raise SnapshotError(
+                    f"the record of the newest run, {damaged.uri}, is damaged: whether that run is alive is not known",
+                    got=damaged.problem,
+                    fix=f"restore that object; or make sure that no job writes snapshots here, and move {damaged.uri} "
+                    "to another place: the history before that run counts then, and its own snapshots do not",
+                )
+
 
 class RunFolder:
     """Reads and adds to `runs/`. Thread-safe as far as the storage is."""
@@ -179,7 +204,7 @@ class RunFolder:
         self._read: dict[tuple[str, str], dict[str, Any]] = {}  # by URI and version: records never change
 
     def look(self) -> Register:
-        """All of it, by one listing; records that are new are read. SnapshotError for one that is damaged."""
+        """All of it, by one listing; records that are new are read."""
         register = Register()
         claims: dict[tuple[int, int], list[Claim]] = {}
         for item in self.storage.list_files(self.uri, ".json", missing_ok=True):
@@ -193,11 +218,17 @@ class RunFolder:
                 claim = Claim(int(rank), int(count), item.uri, item.version)
                 claims.setdefault((number, int(rank)), []).append(claim)
             else:
-                content = self._record(item.uri, item.version, RUN_FORMAT)
-                if content is not None:
-                    register.runs.append(_parse_run(content, item.uri))
+                try:
+                    content = self._record(item.uri, item.version, RUN_FORMAT)
+                    run = parse_run(content, item.uri, number) if content is not None else None
+                except SnapshotError as error:
+                    register.damaged.append(DamagedRun(number, item.uri, str(error)))
+                    continue
+                if run is not None:
+                    register.runs.append(run)
                     register.versions[number] = item.version
         register.runs.sort(key=lambda run: run.number)
+        register.damaged.sort(key=lambda damaged: damaged.number)
         for place, found in claims.items():
             *lost, register.claims[place] = sorted(found, key=lambda claim: claim.number)
             register.old += [claim.uri for claim in lost]
@@ -240,17 +271,18 @@ class RunFolder:
         return self._read[key]
 
 
-def _parse_run(content: Mapping[str, Any], uri: str) -> Run:
+def parse_run(content: Mapping[str, Any], uri: str, number: int) -> Run:
+    """The run that a record is of. SnapshotError for a wrong or missing field, and for another run's record."""
     try:
-        origin = content["origin"]
-        texts = {name: str(content[name]) for name in ("data", "job", "began_by", "began")}
-        return Run(
-            int(content["number"]),
-            str(content["id"]),
-            str(content["dataset"]),
-            str(content["spec_hash"]),
-            origin=Origin(str(origin["run"]), int(origin["step"])) if origin is not None else None,
-            **texts,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise SnapshotError(f"the record {uri} lacks a field: {error}", fix=_FIX) from None
+        texts = {name: take(content, name, str) for name in ("id", "dataset", "spec_hash")}
+        texts |= {name: take(content, name, str) for name in ("data", "job", "began_by", "began")}
+        found = take(content, "number", int)
+        if found != number:
+            raise ValueError(f"number is {found}, not {number}")
+        origin = None
+        if content["origin"] is not None:
+            told = take(content, "origin", dict)
+            origin = Origin(take(told, "run", str), take(told, "step", int))
+        return Run(number, origin=origin, **texts)
+    except (KeyError, ValueError) as error:
+        raise SnapshotError(f"the record {uri} has a wrong field or lacks one: {error}", fix=_FIX) from None

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import zstandard
 
@@ -255,25 +255,45 @@ def unseal(data: bytes, uri: str, wanted_format: str, fix: str) -> dict[str, Any
     return content
 
 
+_Value = TypeVar("_Value")
+
+
+def take(content: Mapping[str, Any], name: str, kind: type[_Value], default: _Value | None = None) -> _Value:
+    """A field of just that type, and no number below 0. KeyError without it and a default; ValueError else."""
+    value = content[name] if default is None else content.get(name, default)
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
+        raise ValueError(f"{name} is {repr(value)[:60]}")
+    return value
+
+
 def parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
+    """SnapshotError for what is no manifest of that step."""
     uri = f"{folder}/{MANIFEST_NAME}"
     content = unseal(data, uri, MANIFEST_FORMAT, fix_damaged(step))
     try:
-        ranks = tuple(RankFile(item["name"], item["sha256"], item["size_bytes"]) for item in content["ranks"])
+        ranks = tuple(_parse_rank_file(item) for item in take(content, "ranks", list))
         manifest = Manifest(
             folder,
-            content["step"],
-            content["spec_hash"],
-            content["dataset"],
-            StreamTopology(content["world_size"], content["num_workers"], content.get("streams", 0)),
+            take(content, "step", int),
+            take(content, "spec_hash", str),
+            take(content, "dataset", str),
+            StreamTopology(
+                take(content, "world_size", int),
+                take(content, "num_workers", int),
+                take(content, "streams", int, 0),
+            ),
             ranks,
-            content["versions"],
-            str(content.get("run", "")),
-            dict(content.get("spec", {})),
-            str(content.get("data", "")),
+            take(content, "versions", dict),
+            take(content, "run", str, ""),
+            take(content, "spec", dict, {}),
+            take(content, "data", str, ""),
         )
-    except (KeyError, TypeError) as error:
-        raise SnapshotError(f"the manifest {uri} lacks a field: {error}", fix=fix_damaged(step)) from None
+        if not ranks:
+            raise ValueError("it names no states")
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotError(
+            f"the manifest {uri} has a wrong field or lacks one: {error}", fix=fix_damaged(step)
+        ) from None
     if manifest.step != step or len(ranks) != manifest.topology.world_size:
         raise SnapshotError(
             f"the manifest {uri} is not that of its folder",
@@ -282,6 +302,15 @@ def parse_manifest(data: bytes, folder: str, step: int) -> Manifest:
             fix=fix_damaged(step),
         )
     return manifest
+
+
+def _parse_rank_file(item: Any) -> RankFile:
+    if not isinstance(item, dict):
+        raise TypeError(f"a state is {repr(item)[:60]}")
+    file = RankFile(take(item, "name", str), take(item, "sha256", str), take(item, "size_bytes", int))
+    if _RANK_NAME.fullmatch(file.name) is None:  # names are put behind the folder's
+        raise ValueError(f"a state has the name {file.name[:60]!r}")
+    return file
 
 
 def fix_damaged(step: int) -> str:

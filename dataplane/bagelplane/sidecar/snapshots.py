@@ -176,7 +176,18 @@ class SnapshotStore:
         return f"{self.uri}/{'position' if self.streams else 'step'}-{step:012d}{run}"
 
     def lineage(self) -> Lineage:
-        """The history that counts: of the run that is written for, else of the newest run here."""
+        """The history that counts: of the run that is written for, else of the newest run here.
+
+        SnapshotError when the record of what may be the newest run is damaged.
+        """
+        if self.lease is not None:
+            return self.lease.lineage
+        register = self.runs.look()
+        register.check_newest()
+        return lineage_of(register.newest, register.runs)
+
+    def _known_lineage(self) -> Lineage:
+        """As far as records are sound: for those who look."""
         if self.lease is not None:
             return self.lease.lineage
         register = self.runs.look()
@@ -184,7 +195,7 @@ class SnapshotStore:
 
     def entries(self) -> list[SnapshotEntry]:
         """All snapshots by step, with what is wrong with the unusable ones. Rank states are not read."""
-        lineage = self.lineage()
+        lineage = self._known_lineage()
         return [self._entry(step, run, uri, lineage) for step, run, uri in self._folders(lineage)]
 
     def _entry(self, step: int, run: str, uri: str, lineage: Lineage) -> SnapshotEntry:
