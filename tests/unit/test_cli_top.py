@@ -281,3 +281,18 @@ def test_a_sidecar_that_hangs_is_given_up_on(tmp_path: Path, monkeypatch: pytest
         pytest.raises(ProtocolError, match="does not answer"),
     ):
         fetch_from_url(f"http://127.0.0.1:{deaf.getsockname()[1]}/v1/status")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:secret@127.0.0.1:1",
+        "user:secret@127.0.0.1",
+        "ftp://user:secret@h",
+        "http://user:secret/2@h",
+    ],
+)
+def test_no_password_of_an_address_is_printed(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    code, out, err = run_top(capsys, "--url", url, "--once")
+    assert code == 2
+    assert "secret" not in out + err

@@ -126,9 +126,20 @@ def _watch(fetch: Callable[[], Status], first: Status, interval: float, console:
 def _choose_source(directory: Path | None, url: str | None) -> Callable[[], Status]:
     if url is None:
         return lambda: fetch_from_socket(directory or default_directory())
+    if "@" in url:
+        # Nothing before it is said: messages get into logs, and a password may hold any sign.
+        raise SpecError(
+            "--url carries a name or a password",
+            got=f"...@{url.rpartition('@')[2]}",
+            expected="an address alone: the status port asks for neither",
+        )
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise SpecError("--url is no address", got=repr(url), expected="for example http://127.0.0.1:9780")
+        raise SpecError(
+            "--url is no address",
+            got=repr(url),
+            expected="for example http://127.0.0.1:9780",
+        )
     address = url if parts.path.strip("/") else f"{url.rstrip('/')}/v1/status"
     return lambda: fetch_from_url(address)
 
