@@ -17,7 +17,7 @@ from tests.e2e import trainer_files
 from tests.golden.hashing import digest
 from tests.golden.recordings import load_recording
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NAMESPACE = "training"
 DATASET = "bagel-sft"
@@ -61,13 +61,13 @@ def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(trai
     first = training.kubectl.wait_for(
         "nine packs of every rank",
         lambda: packs if enough(packs := packs_in_logs(training), steps=9) else None,
-        240,
+        480,
         last_seen=lambda: describe_pods(training),
     )
     shown = kubectl.wait_for(
         "the operator to see four attached ranks",
         lambda: status if (status := dataset_status(training)).get("attached") == RANKS else None,
-        30,
+        90,
         last_seen=lambda: dataset_status(training),
     )
     table = kubectl.run("get", "bgds", "--namespace", NAMESPACE)
@@ -88,7 +88,7 @@ def test_a_job_trains_from_s3_and_the_next_one_goes_on_at_its_last_snapshot(trai
     after = kubectl.wait_for(
         "the operator to see them leave",
         lambda: status if (status := dataset_status(training)).get("attached") == 0 else None,
-        30,
+        90,
         last_seen=lambda: dataset_status(training),
     )
     # What the last poll saw: the end of a job this quick comes between two.
@@ -103,7 +103,7 @@ def test_after_a_pod_is_lost_without_a_word_all_ranks_go_on_at_one_step(training
     kubectl.wait_for(
         "six packs of every rank",
         lambda: enough(packs_in_logs(training), steps=6),
-        240,
+        480,
         last_seen=lambda: describe_pods(training),
     )
     lost = f"{JOB}-worker-0"
