@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ DATASET = "bagel-sft"
 JOB = "bagel-sft"
 STEPS = 24  # of docs/examples/kubernetes/train.py
 RANKS = 4
+_TOLD_PACK = re.compile(r'\{"rank": \d+, "step": \d+, "pack": "[0-9a-f]+"\}')  # a line of watch.py
 
 
 @pytest.fixture
@@ -192,11 +194,11 @@ def packs_in_logs(cluster: Cluster) -> dict[tuple[int, int], str]:
         log = cluster.kubectl.try_run(
             "logs", pod["metadata"]["name"], "--namespace", NAMESPACE, "--container", "pytorch"
         )
-        for line in log.splitlines():
-            if line.startswith('{"rank"'):
-                entry = json.loads(line)
-                place = entry["rank"], entry["step"]
-                assert packs.setdefault(place, entry["pack"]) == entry["pack"], place
+        # Not line by line: what the script prints comes in several writes, and another rank's may come between.
+        for text in _TOLD_PACK.findall(log):
+            entry = json.loads(text)
+            place = entry["rank"], entry["step"]
+            assert packs.setdefault(place, entry["pack"]) == entry["pack"], place
     return packs
 
 
