@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from bagelplane.cli import explain as explain_module
 from bagelplane.cli.app import main
 from bagelplane.cli.demo import RESOURCE
+from bagelplane.cli.preview import cards_of_plan
 from bagelplane.demo_data import Recipe, make_data_set
+from bagelplane.engine.planner import PackPlan
 from bagelplane.figures.contact_sheet import WIDTH
+from bagelplane.figures.pack_cards import PackCards
+from bagelplane.lineage.explanation import tell_pack
+from bagelplane.spec import BagelDataset, load_dataset
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,10 @@ def test_drops_are_told_with_their_documented_reason_and_row(
     place = ["--object", drop["object"], *row, "--steps", "8", "--world-size", "2"]
     found = json.loads(run(capsys, "find", str(resource), *place, "-o", "json"))
     assert drop["reason"] in [one["reason"] for one in found["sightings"] if one["fate"] == "dropped"]
-    assert "dropped 1 time" in run(capsys, "find", str(resource), *place)
+    table = run(capsys, "find", str(resource), *place)
+    assert "dropped 1 time" in table
+    assert table.count(drop["description"]) == 1, "what a reason means is said once, not in each row"
+    assert ".:" not in table
 
 
 def test_a_row_in_a_pack_is_found_at_that_step(capsys: pytest.CaptureFixture[str], resource: Path) -> None:
@@ -107,6 +116,32 @@ def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str], resource: Path
     run(capsys, "explain", str(resource), "--step", "2", "--picture", str(png))
     with Image.open(png) as image:
         assert (image.format, image.width) == ("PNG", WIDTH)
+
+
+def test_the_pack_that_is_drawn_is_the_verified_one(
+    capsys: pytest.CaptureFixture[str], resource: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In profile Automodel an image that does not decode changes the pack, which only a look at it can tell."""
+    path, png = tmp_path / "automodel.yaml", tmp_path / "pack.png"
+    path.write_text(resource.read_text().replace("profile: Strict", "profile: Automodel"))
+    drawn: list[PackPlan] = []
+
+    def draw(dataset: BagelDataset, plan: PackPlan, number: int) -> PackCards:
+        drawn.append(plan)
+        return cards_of_plan(dataset, plan, number)
+
+    monkeypatch.setattr(explain_module, "cards_of_plan", draw)
+    command = ("explain", str(path), "--step", "1", "--world-size", "2", "-o", "json")
+    guessed, verified, pictured = (
+        json.loads(run(capsys, *command, *options))
+        for options in ((), ("--verify",), ("--picture", str(png)))
+    )
+    assert not guessed["is_sure"]
+    assert guessed["samples"] != verified["samples"], "no image on the way fails to decode"
+    assert pictured == verified
+    (plan,) = drawn
+    assert tell_pack(plan, load_dataset(path)).as_json()["samples"] == verified["samples"]
+    assert png.exists()
 
 
 @pytest.mark.parametrize(

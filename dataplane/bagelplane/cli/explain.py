@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def explain(
     output: FormatOption = Format.TABLE,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Draw the pack into this PNG, as preview does.", show_default=False),
+        typer.Option(help="Draw the pack into this PNG, as preview does. Verifies.", show_default=False),
     ] = None,
     font: Annotated[
         Path | None,
@@ -97,6 +98,8 @@ def explain(
     store = None if from_start else open_snapshot_store(dataset)
     world_size = world_size or stored_world_size(store) or 1
     address = address_of(dataset, rank=rank, world_size=world_size, step=step, position=position)
+    # A picture of what is not sure would show a pack that the run never gave.
+    verify = verify or picture is not None
     explained = explain_pack(dataset, address, store, verify=verify, decode_threads=threads)
     if output is Format.JSON:
         print_json(explained.as_json())
@@ -148,13 +151,12 @@ class Explained:
         columns = ("", *where, "tokens", "splits", "pictures", "left out")
         rows = [(number, *_sample_row(sample)) for number, sample in enumerate(told.samples)]
         print_table("", columns, rows)
-        drops = [
-            (drop.group, str(drop.reason), drop.place or "", describe_reason(drop.reason), drop.message)
-            for drop in told.drops
-        ]
+        drops = [(drop.group, str(drop.reason), drop.place or "", drop.message) for drop in told.drops]
         if drops:
-            title = "Dropped on the way from the pack before"
-            print_table(title, ("group", "reason", "row", "which means", "here"), drops)
+            print_table(
+                "Dropped on the way from the pack before", ("group", "reason", "row", "what was found"), drops
+            )
+            print_reasons(drop.reason for drop in told.drops)
         else:
             print_line("No row was dropped on the way from the pack before.")
         if not self.is_sure:
@@ -182,6 +184,13 @@ def explain_pack(
             advance(1)
         is_sure = replay.is_sure(address.own_number)
     return Explained(dataset, address, plan, tell_pack(plan, dataset), began, is_sure)
+
+
+def print_reasons(reasons: Iterable[str]) -> None:
+    """What the reasons of a table mean, a line for each."""
+    for reason in dict.fromkeys(reasons):
+        if meaning := describe_reason(reason):
+            print_line(f"{reason}: {meaning}")
 
 
 def _sample_row(sample: SampleTold) -> tuple[object, ...]:

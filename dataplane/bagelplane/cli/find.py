@@ -6,10 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from bagelplane.cli.explain import NOT_SURE, FromStartOption, ResourceArgument, VerifyOption, WorldSizeOption
+from bagelplane.cli.explain import (
+    NOT_SURE,
+    FromStartOption,
+    ResourceArgument,
+    VerifyOption,
+    WorldSizeOption,
+    print_reasons,
+)
 from bagelplane.cli.output import Format, FormatOption, print_json, print_line, print_table, progress
 from bagelplane.errors import SpecError
-from bagelplane.lineage.explanation import describe_reason, place_as_json
+from bagelplane.lineage.explanation import place_as_json
 from bagelplane.lineage.replay import stored_world_size
 from bagelplane.lineage.search import Search, Sighting, search_row, start_search
 from bagelplane.sidecar.snapshots import SnapshotStore
@@ -75,6 +82,7 @@ def find(
         elastic = ("pack", "stream") if found[0].pack.streams else ()
         columns = ("step", "rank", *elastic, "group", "fate", "sample", "tokens", "why")
         print_table("", columns, [_columns(one) for one in found])
+        print_reasons(one.reason for one in found)
     if not is_sure:
         print_line(NOT_SURE)
 
@@ -117,7 +125,7 @@ def _times(count: int) -> str:
 def _columns(one: Sighting) -> tuple[object, ...]:
     pack = one.pack
     elastic = (pack.number, pack.number % pack.streams) if pack.streams else ()
-    why = ": ".join(filter(None, (str(one.reason), describe_reason(one.reason), one.message)))
+    why = ": ".join(filter(None, (str(one.reason), one.message)))
     return (pack.step, pack.rank, *elastic, one.group, one.fate, one.sample, one.tokens, why)
 
 
