@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -50,6 +50,16 @@ class _FilesAndOneCluster(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return "cluster" if nodeid.startswith(_ONE_CLUSTER) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test logged goes from its worker as UTF-8; some tests log what is none, and would end the run."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
