@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -48,6 +48,20 @@ class FakeStream:
             if state["world_size"] != topology.world_size:
                 raise SnapshotError("a state of another topology", got=str(state), expected=str(topology))
             self.step, self._sum = state["step"], state["sum"]
+
+    @classmethod
+    def open(
+        cls,
+        dataset: BagelDataset,
+        topology: Topology,
+        *,
+        state: Mapping[str, Any] | None = None,
+        decode_threads: int = 1,
+        known_bad: Mapping[str, str] | None = None,
+        on_bad_images: Callable[[Mapping[str, str]], None] = lambda _: None,
+    ) -> Self:
+        """As `bagelplane.stream.open_rank_stream` is called."""
+        return cls(dataset, topology, state, known_bad or {}, on_bad_images)
 
     def next_pack(self, allocate: Callable[[Pack], Sequence[np.ndarray]]) -> Pack:
         time.sleep(float(self._orders.get("fake/pack-seconds", "0")))
@@ -113,16 +127,7 @@ class FakeStream:
         return Pack(self.step, scalars, arrays, shapes, list(range(len(shapes))), [], 14, state)
 
 
-def open_rank_stream(
-    dataset: BagelDataset,
-    topology: Topology,
-    *,
-    state: Mapping[str, Any] | None = None,
-    decode_threads: int = 1,
-    known_bad: Mapping[str, str] | None = None,
-    on_bad_images: Callable[[Mapping[str, str]], None] = lambda _: None,
-) -> FakeStream:
-    return FakeStream(dataset, topology, state, known_bad or {}, on_bad_images)
+open_rank_stream = FakeStream.open
 
 
 def source_looks(

@@ -33,47 +33,27 @@ from bagelplane.errors import BagelplaneError
 from bagelplane.shm.protocol import (
     CLIENT_MESSAGES,
     SIDECAR_MESSAGES,
-    Ack,
-    Attach,
-    Attached,
-    Detach,
-    Error,
-    Hello,
     Message,
     MessageSocket,
-    Published,
-    Resume,
-    Seek,
-    Snapshot,
-    Snapshotted,
     Status,
-    StatusRequest,
-    Waiting,
-    Welcome,
     decode,
     encode,
 )
 from bagelplane.shm.record import read_record, record_size, write_record
 from bagelplane.shm.ring import HEADER_BYTES, RECORD_HEADER_BYTES, Record, RingReader, RingWriter
 from tests.integration.fake_sidecar import make_pack
+from tests.protocol_messages import FROM_CLIENT, FROM_SIDECAR
 
 HANG_SECONDS = 30.0
 _MEMORY_BYTES = 2 * 2**30
 """More than this for small inputs is a finding: MemoryError is no error of ours."""
 _BATCH = 500
+_MESSAGES = (*FROM_CLIENT, *FROM_SIDECAR)
 _NUMBERS = (0, 1, 2, 63, 64, 127, 128, 255, 4095, 4096, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1,
             2**47, 2**48, 2**62, 2**63 - 1, 2**63, 2**64 - 64, 2**64 - 1)  # fmt: skip
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 2**63, 2**64 - 1, 0.5, float("nan"), float("inf"), "", "x" * 300, b"bytes", [],
     [[]], {}, {"a": {"b": [1]}}, {1: 2}, "latest", "step", "state", [0] * 50, msgpack.Timestamp(1), "\ud800"
-)  # fmt: skip
-_STATE = {"rng": [1, 2**63, 0.5, None, True, "x"], "nested": {"a": []}}
-_MESSAGES: tuple[Message, ...] = (
-    Hello(1, "trainer"), Attach(3, 1, 8), Attach(3, 1, 8, 2, Resume("none")), Attach(0, 0, 1, 0, Resume("step", 12)),
-    Attach(0, 0, 1, 0, Resume("state", 12, _STATE)), Attach(0, 0, 1, 0, Resume("position", 3, position=12)),
-    Ack(2**64 - 1), Snapshot(), Seek(0), StatusRequest(), Detach(), Welcome(1, "bagel-sft", "ab12"),
-    Attached("/run/ring-0.bin", 7, 4096, 12), Published(12, 4160, 100, 7), Snapshotted(12, "s3://bucket/snapshots"),
-    Status({"ranks": [{"step": 1}]}), Waiting("reading a.parquet", 1.5), Error("data", "what", "fix", False),
 )  # fmt: skip
 
 
@@ -144,7 +124,7 @@ class Fuzzer:
 
     def fuzz_stream(self, draws: random.Random) -> None:
         """Some messages one after the other, in pieces, with damage anywhere: in the lengths too."""
-        data = bytearray(b"".join(encode(draws.choice(_MESSAGES[:11])) for _ in range(draws.randrange(1, 5))))
+        data = bytearray(b"".join(encode(draws.choice(FROM_CLIENT)) for _ in range(draws.randrange(1, 5))))
         if draws.random() < 0.8:
             data = mutate(data, draws)
         messages = MessageSocket(_Pieces(bytes(data), draws), CLIENT_MESSAGES)  # type: ignore[arg-type]

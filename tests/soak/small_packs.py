@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from bagelplane.engine.pack import Pack
-from bagelplane.spec import BagelDataset
 from tests.integration.fake_sidecar import make_pack
 from tests.integration.fake_stream import FakeStream, Topology, source_looks
 
@@ -21,13 +19,4 @@ class SmallPacks(FakeStream):
         return replace(pack, step=self.step, state=state)
 
 
-def open_rank_stream(
-    dataset: BagelDataset,
-    topology: Topology,
-    *,
-    state: Mapping[str, Any] | None = None,
-    decode_threads: int = 1,
-    known_bad: Mapping[str, str] | None = None,
-    on_bad_images: Callable[[Mapping[str, str]], None] = lambda _: None,
-) -> SmallPacks:
-    return SmallPacks(dataset, topology, state, known_bad or {}, on_bad_images)
+open_rank_stream = SmallPacks.open

@@ -20,51 +20,16 @@ from bagelplane.shm.protocol import (
     PROTOCOL_VERSION,
     SIDECAR_MESSAGES,
     Ack,
-    Attach,
-    Attached,
-    Detach,
-    Error,
-    Hello,
     Message,
     MessageSocket,
-    Published,
-    Resume,
-    Seek,
-    Snapshot,
-    Snapshotted,
     Status,
-    StatusRequest,
-    Waiting,
-    Welcome,
     decode,
     encode,
     negotiate,
     read_message,
     write_message,
 )
-
-FROM_CLIENT: list[Message] = [
-    Hello(1, "trainer"),
-    Attach(3, 1, 8),
-    Attach(3, 1, 8, 2, Resume("none")),
-    Attach(0, 0, 1, 0, Resume("step", 12)),
-    Attach(0, 0, 1, 0, Resume("state", 12, {"rng": [1, 2**63, 0.5, None, True, "x"], "nested": {"a": []}})),
-    Ack(2**64 - 1),
-    Snapshot(),
-    Seek(0),
-    StatusRequest(),
-    Detach(),
-]
-FROM_SIDECAR: list[Message] = [
-    Welcome(1, "bagel-sft", "ab12"),
-    Attached("/run/ring-0.bin", 7, 4096, 12),
-    Published(12, 4160, 100, 7),
-    Snapshotted(12, "s3://bucket/snapshots"),
-    Status({"ranks": [{"step": 1}]}),
-    Waiting("reading s3://bucket/a.parquet", 1.5),
-    Waiting("reading", 2),
-    Error("data", "what", "fix", False),
-]
+from tests.protocol_messages import FROM_CLIENT, FROM_SIDECAR
 
 JSON = st.recursive(
     st.none()

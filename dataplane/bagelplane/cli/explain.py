@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from bagelplane.cli.output import (
+    DecodeThreadsOption,
     Format,
     FormatOption,
     print_json,
@@ -71,7 +72,7 @@ def explain(
     ] = None,
     verify: VerifyOption = False,
     from_start: FromStartOption = False,
-    threads: Annotated[int, typer.Option(help="Decode threads.", min=1)] = 2,
+    threads: DecodeThreadsOption = 2,
     output: FormatOption = Format.TABLE,
     picture: Annotated[
         Path | None,

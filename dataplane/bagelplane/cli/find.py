@@ -14,7 +14,15 @@ from bagelplane.cli.explain import (
     WorldSizeOption,
     print_reasons,
 )
-from bagelplane.cli.output import Format, FormatOption, print_json, print_line, print_table, progress
+from bagelplane.cli.output import (
+    DecodeThreadsOption,
+    Format,
+    FormatOption,
+    print_json,
+    print_line,
+    print_table,
+    progress,
+)
 from bagelplane.errors import SpecError
 from bagelplane.lineage.explanation import place_as_json
 from bagelplane.lineage.replay import stored_world_size
@@ -51,7 +59,7 @@ def find(
     world_size: WorldSizeOption = None,
     verify: VerifyOption = False,
     from_start: FromStartOption = False,
-    threads: Annotated[int, typer.Option(help="Decode threads.", min=1)] = 2,
+    threads: DecodeThreadsOption = 2,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Tell at which steps, and by which ranks, one row was or will be trained on; where it was dropped, and why; and

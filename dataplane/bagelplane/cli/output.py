@@ -41,6 +41,7 @@ FormatOption = Annotated[
     Format,
     typer.Option("--output", "-o", help="table for people, json for programs (one document on stdout)."),
 ]
+DecodeThreadsOption = Annotated[int, typer.Option(help="Decode threads.", min=1)]
 
 
 def print_json(document: Any) -> None:

@@ -12,7 +12,7 @@ import typer
 from PIL import Image
 from tokenizers import Tokenizer
 
-from bagelplane.cli.output import print_note
+from bagelplane.cli.output import DecodeThreadsOption, print_note
 from bagelplane.cli.plan import checked_topology, plans
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.raw_samples import RawPixels
@@ -41,7 +41,7 @@ def preview(
         Path | None,
         typer.Option(help="A font file, for captions in scripts that DejaVu lacks.", show_default=False),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Decode threads.", min=1)] = 2,
+    threads: DecodeThreadsOption = 2,
 ) -> None:
     """Draw a contact sheet of packs: every sample in order, pictures at the size the model gets, texts as
     tokenized, what carries loss, and what conditioning dropout left out.

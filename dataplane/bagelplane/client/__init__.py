@@ -4,8 +4,8 @@
 - `NumpyReader`: the same as NumPy arrays, and raw packs; no torch.
 
 What must not happen here: no Pillow, pyarrow, fsspec or pydantic, directly or indirectly (a trainer's image
-has NumPy, msgpack and torch), and no decoding. Torch is imported by `loader` alone, so the names below load
-when first asked for.
+has NumPy, msgpack and torch), and no decoding. Torch is imported by `loader` and what that alone imports
+(`agreement`, `devices`, `tensors`), so the names below load when first asked for.
 
 The trainer's thread that iterates owns everything: the socket, the mapping of the ring and the state. Where packs are
 prefetched, one more thread converts what that one has read, and touches nothing else (`ahead`). What was handed over

@@ -14,7 +14,7 @@ import numpy as np
 from bagelplane.engine.layout import arrange, emitted_pixels, pad_images, patchify_images
 from bagelplane.engine.masks import attention_mask
 from bagelplane.engine.pack import Pack
-from bagelplane.engine.pixels import normalised_chw
+from bagelplane.engine.pixels import cut_pixels, normalised_chw
 from bagelplane.errors import SpecError
 from bagelplane.shm.record import Image
 
@@ -105,15 +105,8 @@ def _vit_pixels(pack: Pack, images: Sequence[Image], conversion: Conversion) -> 
     if conversion.normalise:
         return _cast(patchify_images(pack, images), conversion)
     side = pack.patch_size
-    cut = [_cut(images[number], side) for number in pack.vit_images]
+    cut = [cut_pixels(images[number], side).reshape(-1, side * side * 3) for number in pack.vit_images]
     return np.concatenate(cut) if cut else np.empty((0, side * side * 3), np.uint8)
-
-
-def _cut(rgb: np.ndarray, patch: int) -> np.ndarray:
-    """[patches, patch * patch * 3] of [h, w, 3]: row-major, (row, column, channel) inside."""
-    rows, columns = rgb.shape[0] // patch, rgb.shape[1] // patch
-    grid = rgb.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 1, 3, 4)
-    return grid.reshape(rows * columns, patch * patch * 3)
 
 
 def _whole(image: np.ndarray, normalisation: Any, conversion: Conversion) -> np.ndarray:

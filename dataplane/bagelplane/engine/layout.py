@@ -11,7 +11,7 @@ import numpy as np
 from bagelplane.engine.masks import attention_mask
 from bagelplane.engine.pack import Pack
 from bagelplane.engine.packer import PackingConfig, PlacedSample, Segment, SpecialTokens
-from bagelplane.engine.pixels import normalised_chw, patchify
+from bagelplane.engine.pixels import cut_planes, normalised_chw, patchify
 from bagelplane.engine.positions import grid_positions
 from bagelplane.engine.samples import PlannedImage
 
@@ -298,9 +298,7 @@ def patchify_images(pack: Pack, images: Sequence[np.ndarray]) -> np.ndarray:
     for _, number, (mean, std) in emitted_pixels(pack, "vit"):
         target, pixels = vit_tokens[begin : begin + counts[number]], images[number]
         if pixels.dtype == np.float32:
-            rows, columns = pixels.shape[1] // patch, pixels.shape[2] // patch
-            grid = pixels.reshape(3, rows, patch, columns, patch)
-            target[...] = grid.transpose(1, 3, 2, 4, 0).reshape(len(target), -1)
+            target[...] = cut_planes(pixels, patch)
         else:
             patchify(pixels, patch, target, mean, std)
         begin += counts[number]

@@ -13,6 +13,7 @@ import torch
 from bagelplane.engine.layout import emitted_images, latent_shapes, layout_arrays
 from bagelplane.engine.masks import attention_mask
 from bagelplane.engine.packer import PackingConfig, SpecialTokens, place_sample
+from bagelplane.engine.pixels import cut_planes
 from bagelplane.engine.positions import grid_positions
 from bagelplane.engine.raw_samples import sample_from_mapping
 from bagelplane.engine.samples import PlannedImage
@@ -119,9 +120,7 @@ def _positions(image: PlannedImage, kind: Any, config: PackingConfig) -> torch.T
 
 
 def _patches(image: PlannedImage, patch: int) -> torch.Tensor:
-    rows, columns = image.height // patch, image.width // patch
-    grid = image.source.pixels.reshape(3, rows, patch, columns, patch)
-    return torch.from_numpy(np.ascontiguousarray(grid.transpose(1, 3, 2, 4, 0)).reshape(rows * columns, -1))
+    return torch.from_numpy(cut_planes(image.source.pixels, patch))
 
 
 def status_to_tensors(status: dict[str, Any], config: PackingConfig) -> dict[str, Any]:

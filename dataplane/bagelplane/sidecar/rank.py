@@ -29,6 +29,7 @@ from bagelplane.sidecar.control import Frame, encode_frame, read_frame
 from bagelplane.sidecar.producer import ProducerSetup
 from bagelplane.sidecar.readers import Readers
 from bagelplane.sidecar.tally import Tally
+from bagelplane.sidecar.whereabouts import process_state
 
 KEPT_STATES = 8
 """Acknowledged states that are kept: ranks are a few steps apart when a snapshot is asked for."""
@@ -467,7 +468,7 @@ class RankServer:
 
     def _describe_stopped(self) -> str:
         """That the producer's process was stopped, in words; empty if it runs."""
-        if not self.pid or _process_state(self.pid) not in ("T", "t"):
+        if not self.pid or process_state(self.pid) not in ("T", "t"):
             return ""
         return (
             f"the producer of rank {self.rank}, process {self.pid}, was stopped by a signal (SIGSTOP) at step "
@@ -493,15 +494,6 @@ def _kill(process: asyncio.subprocess.Process) -> None:
     # Not process.kill(): that polls, and so takes the exit status away from the loop's own watcher.
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGKILL)
-
-
-def _process_state(pid: int) -> str:
-    """The letter of /proc/<pid>/stat; empty if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[0]
 
 
 def _describe_exit(status: int | None) -> str:

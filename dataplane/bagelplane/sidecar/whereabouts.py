@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-_START_TICKS_FIELD = (
-    21  # of /proc/<pid>/stat, counted from 0: when the process began, in ticks since the boot
-)
+# Of /proc/<pid>/stat after the name, counted from 0. When the process began: in ticks since the boot.
+_STATE_FIELD, _START_TICKS_FIELD = 0, 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +80,23 @@ def _pid_namespace() -> str:
         return ""
 
 
+def process_state(pid: int) -> str:
+    """The letter that the kernel gives it, such as T for one that a signal stopped; empty: there is no such process."""
+    fields = _stat_fields(pid)
+    return fields[_STATE_FIELD] if fields else ""
+
+
 def _start_ticks(pid: int) -> int:
     """0: there is no such process."""
-    text = _read(f"/proc/{pid}/stat")
-    # The name in parentheses may hold spaces and parentheses itself.
-    parts = text.rpartition(")")[2].split()
-    if len(parts) < _START_TICKS_FIELD - 1 or parts[0] in ("Z", "X"):
+    fields = _stat_fields(pid)
+    if len(fields) <= _START_TICKS_FIELD or fields[_STATE_FIELD] in ("Z", "X"):
         return 0
-    return int(parts[_START_TICKS_FIELD - 2])
+    return int(fields[_START_TICKS_FIELD])
+
+
+def _stat_fields(pid: int) -> list[str]:
+    # The name in parentheses may hold spaces and parentheses itself.
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _read(path: str) -> str:
