@@ -37,6 +37,7 @@ _PROXY_HEALTH_PORT = 10256
 _DNS_READY_PORT = 8181
 _READY_SECONDS = 90.0  # it takes a few on two free cores
 _SERVICE_SECONDS = 30.0
+_LONGEST_SOCKET_PATH = 107  # sun_path in unix(7), less its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,12 @@ def _check_machine(work_dir: Path) -> None:
         raise ClusterError(
             f"the node's folder {work_dir} is in {hidden[0]}, where the node sees a folder of its own. "
             "Fix: take one elsewhere, such as in /tmp"
+        )
+    longest = work_dir.resolve() / "kubelet/root/pod-resources/4294967295"
+    if len(bytes(longest)) > _LONGEST_SOCKET_PATH:
+        raise ClusterError(
+            f"the kubelet's sockets would have paths of {len(bytes(longest))} bytes, such as {longest}; the system "
+            f"takes {_LONGEST_SOCKET_PATH}. Fix: take a folder with a shorter path than {work_dir}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -188,6 +189,13 @@ with (
 """
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """What pytest makes for a worker has a path too long for the kubelet's sockets."""
+    with tempfile.TemporaryDirectory(prefix="bagelplane-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 @contextmanager
 def second_cluster(folder: Path, then: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A cluster of another number beside the one of the tests, with a pod that runs. Killed at the end."""
@@ -248,25 +256,27 @@ def wait_until_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_cluster_takes_its_processes_along_and_the_next_start_clears_the_rest(tmp_path: Path) -> None:
-    with second_cluster(tmp_path, "stay") as killed:
-        assert any("sleep 86399" in line for line in living_processes(tmp_path))
+def test_killed_cluster_takes_its_processes_along_and_the_next_start_clears_the_rest(
+    short_folder: Path,
+) -> None:
+    with second_cluster(short_folder, "stay") as killed:
+        assert any("sleep 86399" in line for line in living_processes(short_folder))
         another_one = rf"another test cluster is on this machine: process {killed.pid} since "
-        with pytest.raises(AssertionError, match=another_one), second_cluster(tmp_path / "other", "end"):
+        with pytest.raises(AssertionError, match=another_one), second_cluster(short_folder / "other", "end"):
             pass
 
-    with second_cluster(tmp_path, "end") as ending:
+    with second_cluster(short_folder, "end") as ending:
         assert ending.communicate(timeout=180) == ("", None)
         assert ending.returncode == 0
-    wait_until_nothing_is_left(tmp_path)
+    wait_until_nothing_is_left(short_folder)
 
 
 @pytest.mark.slow
-def test_kubelet_that_ends_is_reported_in_its_own_words_and_nothing_stays(tmp_path: Path) -> None:
-    kubelet = tmp_path / "broken-kubelet"
+def test_kubelet_that_ends_is_reported_in_its_own_words_and_nothing_stays(short_folder: Path) -> None:
+    kubelet = short_folder / "broken-kubelet"
     kubelet.write_text("#!/bin/sh\necho no such flag: --wrong\nexit 3\n")
     kubelet.chmod(0o755)
-    folder = tmp_path / "cluster"
+    folder = short_folder / "cluster"
     with (
         pytest.raises(AssertionError, match=r"(?s)kubelet: ended with status 3.*no such flag: --wrong"),
         second_cluster(folder, "end", BAGELPLANE_KUBELET=str(kubelet)),
@@ -280,6 +290,14 @@ def test_missing_rights_are_said_with_what_to_do(tmp_path: Path, monkeypatch: py
     with (
         pytest.raises(ClusterError, match=r"a node needs root, and this is user 1000\. Fix: run as root"),
         node(None, tmp_path),
+    ):
+        pass
+
+
+def test_a_folder_too_deep_for_the_kubelets_sockets_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ClusterError, match=r"the system takes 107\. Fix: take a folder with a shorter path"),
+        node(None, tmp_path / ("deep" * 20)),
     ):
         pass
 

@@ -33,7 +33,7 @@ def verify_eight_packs(directory: str, timeout_seconds: float) -> None:
         print(json.dumps({"steps": steps, "readers": loader.place.readers}), flush=True)
         dist.barrier()
     assert loader._peers is not None
-    store, prefix = distributed_c10d._get_default_store(), f"bagelplane/{loader._peers.call}/digest/0"
+    store, prefix = distributed_c10d._get_default_store(), f"{loader._peers.call}/digest/0"
     kept = [step for step in range(8) if store.check([f"{prefix}/{step}"])]
     print(json.dumps({"kept": kept}), flush=True)
     dist.barrier()

@@ -327,6 +327,7 @@ def played(actions: list[tuple[str, int]], prefetch: int) -> list[Any]:
             elif action == "raw":
                 seen.append(digest(*reader.next_pack()))
             else:
+                reader.status()  # its answer comes after the acknowledgements, which a crash may lose or not
                 sidecars[-1].crash()
                 sidecars.append(serve(stack, directory, unacknowledged=sidecars[-1].unacknowledged))
             seen.append((action, reader.step, reader.position, reader.state_dict()))

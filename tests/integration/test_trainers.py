@@ -44,6 +44,8 @@ class Job:
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
+            # Else ranks that come again may find the gloo addresses of the dead (pytorch issue 135712).
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import distributed_c10d
+from torch.distributed import Store, distributed_c10d
 
 from bagelplane.client.place import Place
 from bagelplane.engine.pack import Pack
@@ -29,6 +30,7 @@ from bagelplane.shm.record import Image
 
 _SHOWN_RANKS = 8
 _LOOK_SECONDS = 0.1
+_FIRST_LOOK_SECONDS = 0.005
 
 
 def lowest_of_all(place: int, *, rank: int, world_size: int, timeout_seconds: float) -> int:
@@ -78,8 +80,8 @@ class Peers:
     ranks: tuple[int, ...]
     readers: int
     """How many of them are in this pod."""
-    call: int
-    """Of the exchange that they met in: other loaders of theirs met in others."""
+    call: str
+    """Key of the exchange that they met in: other loaders of theirs met in others."""
 
     def compare(self, step: int, digest: str) -> None:
         """Tells what was seen at a step, and looks at what the first of the others saw. Waits for nobody.
@@ -87,7 +89,7 @@ class Peers:
         DataError if the two differ. The last to come takes what was told out of the store again.
         """
         store = distributed_c10d._get_default_store()
-        key = f"bagelplane/{self.call}/digest/{self.dp_rank}/{step}"
+        key = f"{self.call}/digest/{self.dp_rank}/{step}"
         mine = f"{self.rank} {digest}"
         first = store.compare_set(key, "", mine).decode()
         if store.add(f"{key}/seen", 1) == len(self.ranks):
@@ -115,29 +117,88 @@ def digest_pack(pack: Pack, images: Sequence[Image]) -> str:
     return hashed.hexdigest()
 
 
+@dataclass(slots=True)
+class _Gathering:
+    """This process's, of the default group: the store it met the others in, and how often all told each other."""
+
+    store: Store | None = None
+    name: str = ""
+    calls: int = 0
+
+
+_gathering = _Gathering()
+
+
 def _exchange(
     what: str, mine: str, rank: int, world_size: int, timeout_seconds: float
-) -> tuple[int, list[str]]:
-    """(which exchange of this process's this is, what every rank told, by rank)."""
+) -> tuple[str, list[str]]:
+    """(key of this exchange, what every rank told, by rank)."""
     # torch has no public name for it; it is what all its own bookkeeping of groups goes through.
     store = distributed_c10d._get_default_store()
-    # Counted in the store, which is another one after every restart: so ranks that were restarted count alike.
-    call = store.add(f"bagelplane/calls/{rank}", 1)
-    keys = [f"bagelplane/{call}/{what}/{other}" for other in range(world_size)]
+    if _gathering.store is not store:
+        _gathering.name = gather(store, rank, world_size, timeout_seconds)
+        _gathering.store, _gathering.calls = store, 0
+    _gathering.calls += 1
+    call = f"bagelplane/{_gathering.name}/{_gathering.calls}"
+    keys = [f"{call}/{what}/{other}" for other in range(world_size)]
     store.set(keys[rank], mine)
     try:
         store.wait(keys, timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
-        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise ProtocolError("the ranks' agreement on a place was cut off", got=str(error)) from None
-        shown = ", ".join(missing[:_SHOWN_RANKS]) + (", ..." if len(missing) > _SHOWN_RANKS else "")
-        raise ProtocolError(
-            f"waited {timeout_seconds:g} s for all {world_size} ranks to say where they stand",
-            got=f"nothing from rank {shown}",
-            fix="take the first pack on every rank, and load a state on all of them or on none",
-        ) from None
+        raise _late(missing, world_size, timeout_seconds) from None
     return call, [told.decode() for told in store.multi_get(keys)]
+
+
+def gather(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """A name that the living processes of all ranks agree on, and none that died ever had.
+
+    torchrun keeps its store when it starts the ranks again (torch 2.15; pytorch issue 135712), with all that the dead
+    told each other. Every process signs in under a name of its own; rank 0 reads the names out, again when one has
+    changed; who hears its own name confirms that list; when all have confirmed one, it is what they are called by.
+    Raises ProtocolError, naming the ranks that are missing at the deadline.
+    """
+    deadline, look_seconds = time.monotonic() + timeout_seconds, _FIRST_LOOK_SECONDS
+    mine, heard = secrets.token_hex(8), ""
+    signed_in, confirmed = (
+        [f"bagelplane/{what}/{other}" for other in range(world_size)] for what in ("here", "confirmed")
+    )
+    store.set(signed_in[rank], mine)
+    while True:
+        if rank == 0 and store.check(signed_in):
+            store.set("bagelplane/list", b" ".join(store.multi_get(signed_in)).decode())
+        names = _get(store, "bagelplane/list").split(" ")
+        if len(names) == world_size and names[rank] == mine:
+            called = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+            if called != heard:
+                heard = called
+                store.set(confirmed[rank], called)
+            if rank == 0 and store.check(confirmed) and set(store.multi_get(confirmed)) == {called.encode()}:
+                store.set("bagelplane/gathered", called)
+            if _get(store, "bagelplane/gathered") == called:
+                return called
+        if time.monotonic() > deadline:
+            absent = [other for other, key in enumerate(signed_in) if not store.check([key])]
+            silent = [other for other, key in enumerate(confirmed) if _get(store, key) != heard]
+            raise _late(absent or silent or [0], world_size, timeout_seconds)
+        time.sleep(look_seconds)
+        look_seconds = min(look_seconds * 2, _LOOK_SECONDS)
+
+
+def _get(store: Store, key: str) -> str:
+    """Waits for nothing: "" is a key that is not there."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _late(missing: Sequence[int], world_size: int, timeout_seconds: float) -> ProtocolError:
+    shown = ", ".join(map(str, missing[:_SHOWN_RANKS])) + (", ..." if len(missing) > _SHOWN_RANKS else "")
+    return ProtocolError(
+        f"waited {timeout_seconds:g} s for all {world_size} ranks to say where they stand",
+        got=f"nothing from rank {shown}",
+        fix="take the first pack on every rank, and load a state on all of them or on none",
+    )
 
 
 def _identify(directory: Path, timeout_seconds: float) -> str:
