@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore
 
 from bagelplane.client.agreement import gather
 from bagelplane.errors import ProtocolError
@@ -15,7 +15,9 @@ from bagelplane.errors import ProtocolError
 DEADLINE_SECONDS = 60.0
 
 
-def gather_all(store: Store, ranks: list[int], world_size: int, timeout_seconds: float) -> list[str | None]:
+def gather_all(
+    store: HashStore, ranks: list[int], world_size: int, timeout_seconds: float
+) -> list[str | None]:
     """What each of these ranks, in this order of starts, gets: None is the deadline."""
 
     def run(rank: int) -> str | None:

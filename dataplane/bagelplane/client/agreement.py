@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import distributed_c10d
 
 from bagelplane.client.place import Place
 from bagelplane.engine.pack import Pack
@@ -121,7 +121,7 @@ def digest_pack(pack: Pack, images: Sequence[Image]) -> str:
 class _Gathering:
     """This process's, of the default group: the store it met the others in, and how often all told each other."""
 
-    store: Store | None = None
+    store: distributed_c10d.Store | None = None
     name: str = ""
     calls: int = 0
 
@@ -152,7 +152,7 @@ def _exchange(
     return call, [told.decode() for told in store.multi_get(keys)]
 
 
-def gather(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+def gather(store: distributed_c10d.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
     """A name that the living processes of all ranks agree on, and none that died ever had.
 
     torchrun keeps its store when it starts the ranks again (torch 2.15; pytorch issue 135712), with all that the dead
@@ -187,7 +187,7 @@ def gather(store: Store, rank: int, world_size: int, timeout_seconds: float) -> 
         look_seconds = min(look_seconds * 2, _LOOK_SECONDS)
 
 
-def _get(store: Store, key: str) -> str:
+def _get(store: distributed_c10d.Store, key: str) -> str:
     """Waits for nothing: "" is a key that is not there."""
     return store.get(key).decode() if store.check([key]) else ""
 
