@@ -118,6 +118,8 @@ def run_soak(folder: Path, *, packs: int, real: bool = False) -> Soak:
             cleanup.callback(process.kill)
             trainers[kind] = process
         soak = _sample(sidecar, trainers, folder, packs, port, begun)
+        # One trainer may be far behind the other: it has as long as it goes on.
+        _await_packs(sidecar, trainers, folder, lambda counts: min(counts) == packs // RANKS)
         for process in trainers.values():
             assert process.wait(_SILENCE_SECONDS) == 0, process.tail()
         assert sidecar.terminate() == 0, sidecar.tail()
