@@ -21,7 +21,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from bagelplane.errors import ObjectExistsError, StorageError
-from bagelplane.storage import ObjectMissingError, Storage, StorageSettings, UnusableNameError, open_storage
+from bagelplane.storage import (
+    ObjectMissingError,
+    ObjectTooLargeError,
+    Storage,
+    StorageSettings,
+    UnusableNameError,
+    open_storage,
+)
 from tests.services.s3 import S3Server, serve_rclone, serve_versitygw
 
 # The first use may build versitygw.
@@ -142,6 +149,18 @@ class StorageClaims:
         assert place.storage.read_bytes(place.base + "empty") == b""
         with place.storage.open_binary(place.base + "empty") as file:
             assert file.read() == b""
+
+    def test_an_object_above_the_limit_is_refused_with_its_size(self, place: Place) -> None:
+        place.put("large", data=bytes(300_000))
+        place.put("empty", data=b"")
+        uri = place.base + "large"
+        message = storage_error(
+            lambda: place.storage.read_bytes(uri, limit_bytes=299_999), ObjectTooLargeError
+        )
+        for part in ("large", "got 300000 bytes", "at most 299999 bytes"):
+            assert part in message, part
+        assert len(place.storage.read_bytes(uri, limit_bytes=300_000)) == 300_000
+        assert place.storage.read_bytes(place.base + "empty", limit_bytes=0) == b""
 
     @pytest.mark.parametrize(
         "name", ["ünï cödé 日本", "a+b %20&=;", "what?#x", "it's [1] {2} $ @ ~ *", "..dots..", "?versionId=1"]

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bagelplane.errors import ObjectExistsError
-from bagelplane.sidecar.runs import SnapshotStorage
-from bagelplane.sidecar.snapshot_format import FORMAT_VERSION, canonical, compress, decompress, digest
+from bagelplane.errors import ObjectExistsError, SnapshotError
+from bagelplane.sidecar.runs import SnapshotStorage, read_object
+from bagelplane.sidecar.snapshot_format import FORMAT_VERSION, canonical, compress, decompress, digest, take
 from bagelplane.spec import BagelDataset, Dataset
 from bagelplane.storage import FileInfo, Storage
 
@@ -80,10 +80,25 @@ def write_fingerprint(storage: SnapshotStorage, uri: str, fingerprint: Fingerpri
 def read_fingerprint(storage: SnapshotStorage, uri: str, name: str) -> Fingerprint:
     """The one of that digest. SnapshotError, StorageError."""
     data_uri = _data_uri(uri, name)
-    content: dict[str, Any] = decompress(storage.read_bytes(data_uri), data_uri, DATA_FORMAT)
-    return Fingerprint(
-        {key: (int(size), str(version)) for key, (size, version) in content["objects"].items()}
-    )
+    content = decompress(read_object(storage, data_uri), data_uri, DATA_FORMAT)
+    try:
+        found = Fingerprint(
+            {uri: _parse_entry(uri, entry) for uri, entry in take(content, "objects", dict).items()}
+        )
+        if found.digest != name:
+            raise ValueError(f"its objects have the digest {found.digest[:16]}, not that of its name")
+    except (KeyError, ValueError) as error:
+        raise SnapshotError(
+            f"the fingerprint of the data {data_uri} has a wrong field or lacks one: {error}",
+            fix="restore that object, or resume from a snapshot with another one",
+        ) from None
+    return found
+
+
+def _parse_entry(uri: str, entry: Any) -> tuple[int, str]:
+    if isinstance(entry, list) and [type(part) for part in entry] == [int, str]:
+        return entry[0], entry[1]
+    raise ValueError(f"size and version of {uri[:60]} are {repr(entry)[:60]}")
 
 
 def _data_uri(uri: str, name: str) -> str:

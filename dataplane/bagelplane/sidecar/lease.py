@@ -24,8 +24,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bagelplane.errors import BagelplaneError, SnapshotError
-from bagelplane.sidecar.runs import LEASE_FORMAT, Claim, Lineage, Origin, Register, Run, RunFolder, lineage_of
-from bagelplane.sidecar.snapshot_format import FORMAT_VERSION, seal, unseal
+from bagelplane.sidecar.runs import (
+    LEASE_FORMAT,
+    Claim,
+    Lineage,
+    Origin,
+    Register,
+    Run,
+    RunFolder,
+    lineage_of,
+    read_object,
+)
+from bagelplane.sidecar.snapshot_format import FORMAT_VERSION, MAX_RECORD_BYTES, seal, unseal
 from bagelplane.sidecar.whereabouts import Whereabouts
 from bagelplane.storage import ObjectMissingError
 
@@ -265,9 +275,13 @@ class RunLease:
 
     def _read_member(self, name: str, uri: str) -> _Member | None:
         try:
-            data: bytes = self._storage.read_bytes(uri)
+            data = read_object(self._storage, uri, MAX_RECORD_BYTES)
         except ObjectMissingError:
             return None
+        except SnapshotError as error:
+            data = str(
+                error
+            ).encode()  # a lease has not that size: somebody put it there, and keeps it up perhaps
         try:
             content = unseal(data, uri, LEASE_FORMAT, "")
         except SnapshotError:

@@ -19,8 +19,16 @@ from typing import Any, Protocol
 
 from bagelplane.costs import Costs
 from bagelplane.errors import ObjectExistsError, SnapshotError
-from bagelplane.sidecar.snapshot_format import FORMAT_VERSION, base_name, seal, take, unseal
-from bagelplane.storage import ObjectMissingError
+from bagelplane.sidecar.snapshot_format import (
+    FORMAT_VERSION,
+    MAX_OBJECT_BYTES,
+    MAX_RECORD_BYTES,
+    base_name,
+    seal,
+    take,
+    unseal,
+)
+from bagelplane.storage import ObjectMissingError, ObjectTooLargeError
 
 RUN_FORMAT = "bagelplane-run"
 CLAIM_FORMAT = "bagelplane-rank-claim"
@@ -44,11 +52,24 @@ class SnapshotStorage(Protocol):
     def list_files(self, uri: str, suffix: str = "", *, missing_ok: bool = False) -> Sequence[Listed]: ...
     def list_folders(self, uri: str, *, missing_ok: bool = False) -> Sequence[str]: ...
     def exists(self, uri: str) -> bool: ...
-    def read_bytes(self, uri: str) -> bytes: ...
+    def read_bytes(self, uri: str, *, limit_bytes: int | None = None) -> bytes: ...
     def write_bytes(self, uri: str, data: bytes, *, only_if_absent: bool = False) -> None: ...
     def delete(self, uri: str) -> None: ...
     @property
     def costs(self) -> Costs: ...
+
+
+def read_object(storage: SnapshotStorage, uri: str, limit_bytes: int = MAX_OBJECT_BYTES) -> bytes:
+    """An object of ours. SnapshotError, before it is in memory, for what is larger than any of ours; StorageError."""
+    try:
+        return storage.read_bytes(uri, limit_bytes=limit_bytes)
+    except ObjectTooLargeError as error:
+        raise SnapshotError(
+            f"the object {uri} is none of ours: it is too large",
+            got=error.got,
+            expected=error.expected,
+            fix=error.fix,
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +286,8 @@ class RunFolder:
         key = (uri, version)
         if key not in self._read:
             try:
-                self._read[key] = unseal(self.storage.read_bytes(uri), uri, wanted_format, _FIX)
+                data = read_object(self.storage, uri, MAX_RECORD_BYTES)
+                self._read[key] = unseal(data, uri, wanted_format, _FIX)
             except ObjectMissingError:
                 return None  # deleted since it was listed
         return self._read[key]

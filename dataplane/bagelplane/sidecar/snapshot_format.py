@@ -25,7 +25,9 @@ MANIFEST_FORMAT = "bagelplane-snapshot"
 KNOWN_BAD_FORMAT = "bagelplane-known-bad"
 MANIFEST_NAME = "manifest.json"
 MAX_OBJECT_BYTES = 64 * 1024 * 1024
-"""No object of ours is larger, also after decompression; what claims to be is refused."""
+"""No object of ours is larger, also after decompression; what claims to be is refused, and not read."""
+MAX_RECORD_BYTES = 1024 * 1024
+"""Nor any record of a run, a lease or a claim than this."""
 _FOLDER_NAME = re.compile(r"(?:step|position)-([0-9]{12})(?:-([0-9a-f]{8}))?")
 _RANK_NAME = re.compile(r"rank-[0-9]{5}(?:-of-[0-9]{5})?\.json\.zst")
 
@@ -168,7 +170,16 @@ def digest(data: bytes) -> str:
 
 
 def compress(content: Mapping[str, Any]) -> bytes:
-    packed: bytes = zstandard.ZstdCompressor(level=6, write_checksum=True).compress(canonical(content))
+    """The JSON as stored; `decompress` reads it. SnapshotError for more than that would read."""
+    text = canonical(content)
+    if len(text) > MAX_OBJECT_BYTES:
+        raise SnapshotError(
+            f"an object of format {content.get('format')} is too large to be stored",
+            got=f"{len(text)} bytes of JSON",
+            expected=f"at most {MAX_OBJECT_BYTES}",
+            fix="lower what has to be remembered: the resource's budgets.maxBufferSize",
+        )
+    packed: bytes = zstandard.ZstdCompressor(level=6, write_checksum=True).compress(text)
     return packed
 
 
@@ -224,6 +235,26 @@ def check_rank_content(
         )
     if not isinstance(content.get("state"), dict):
         raise SnapshotError(f"the state {uri} has no content", fix=fix_damaged(step))
+    check_state_tables(content["state"], uri, fix_damaged(step))
+
+
+def check_state_tables(state: Mapping[str, Any], where: str, fix: str) -> None:
+    """What others than the state's stream read of it: bad images and counts of drops. SnapshotError."""
+    try:
+        check_images(take(state, "known_bad", dict, {}))
+        for group, row in take(state, "drops", dict, {}).items():
+            if not isinstance(row, dict) or not all(type(count) is int for count in row.values()):
+                raise ValueError(f"drops of {group[:60]} are {repr(row)[:60]}")
+    except ValueError as error:
+        raise SnapshotError(f"the state {where} has a wrong field: {error}", fix=fix) from None
+
+
+def check_images(images: Mapping[str, Any]) -> dict[str, str]:
+    """A list of bad images: reference to reason. ValueError for anything else."""
+    for name, reason in images.items():
+        if type(name) is not str or type(reason) is not str:
+            raise ValueError(f"the reason of image {name[:60]} is {repr(reason)[:60]}")
+    return dict(images)
 
 
 def seal(content: Mapping[str, Any]) -> bytes:

@@ -32,7 +32,7 @@ from bagelplane.sidecar.changes import data_changes, describe, spec_changes
 from bagelplane.sidecar.fingerprint import Fingerprint, read_fingerprint, write_fingerprint
 from bagelplane.sidecar.lease import RunLease
 from bagelplane.sidecar.retention import Retention
-from bagelplane.sidecar.runs import Lineage, RunFolder, SnapshotStorage, lineage_of
+from bagelplane.sidecar.runs import Lineage, RunFolder, SnapshotStorage, lineage_of, read_object
 from bagelplane.sidecar.snapshot_format import (
     FORMAT_VERSION,
     KNOWN_BAD_FORMAT,
@@ -43,6 +43,7 @@ from bagelplane.sidecar.snapshot_format import (
     SnapshotEntry,
     StreamTopology,
     base_name,
+    check_images,
     check_rank_content,
     compress,
     decompress,
@@ -55,6 +56,7 @@ from bagelplane.sidecar.snapshot_format import (
     parse_manifest,
     rank_name,
     seal,
+    take,
 )
 from bagelplane.spec_parts import CHANGEABLE
 from bagelplane.storage import ObjectMissingError
@@ -160,7 +162,7 @@ class SnapshotStore:
         name = rank_name(rank, topology)
         uri = f"{self.step_uri(step)}/{name}"
         try:
-            data = self.storage.read_bytes(uri)
+            data = read_object(self.storage, uri)
             content = decompress(data, uri, RANK_FORMAT)
             check_rank_content(content, uri, step, rank, self.spec_hash, topology)
         except SnapshotError as error:
@@ -286,7 +288,7 @@ class SnapshotStore:
                 expected=f"{expected.size_bytes} bytes that its manifest names",
                 fix=fix_damaged(manifest.step),
             )
-        data = self.storage.read_bytes(uri)
+        data = read_object(self.storage, uri)
         if (len(data), digest(data)) != (expected.size_bytes, expected.sha256):
             raise SnapshotError(
                 f"the state {uri} is damaged",
@@ -360,19 +362,27 @@ class SnapshotStore:
         try:
             self.storage.write_bytes(uri, compress(content), only_if_absent=True)
         except ObjectExistsError:
-            before = decompress(self.storage.read_bytes(uri), uri, KNOWN_BAD_FORMAT)
-            if before["spec_hash"] == self.spec_hash:
-                content["images"] = {**before["images"], **images}
+            content["images"] = {**self._read_known_bad(uri), **images}
             self.storage.write_bytes(uri, compress(content))
 
     def load_known_bad(self) -> dict[str, str]:
         """All bad images that any rank of this run has found so far."""
         known: dict[str, str] = {}
         for item in self.storage.list_files(f"{self.uri}/known-bad", ".json.zst", missing_ok=True):
-            content = decompress(self.storage.read_bytes(item.uri), item.uri, KNOWN_BAD_FORMAT)
-            if content["spec_hash"] == self.spec_hash:
-                known.update(content["images"])
+            known.update(self._read_known_bad(item.uri))
         return known
+
+    def _read_known_bad(self, uri: str) -> dict[str, str]:
+        """A list's images; none if it is another run's. SnapshotError."""
+        content = decompress(read_object(self.storage, uri), uri, KNOWN_BAD_FORMAT)
+        try:
+            images = check_images(take(content, "images", dict))
+            return images if take(content, "spec_hash", str) == self.spec_hash else {}
+        except (KeyError, ValueError) as error:
+            raise SnapshotError(
+                f"the list of bad images {uri} has a wrong field or lacks one: {error}",
+                fix="restore that object, or delete it: its images are found again",
+            ) from None
 
     # -- inside
 
@@ -389,7 +399,7 @@ class SnapshotStore:
         """The manifest in a snapshot's folder, parsed and checked in itself; None when there is none."""
         uri = f"{folder}/{MANIFEST_NAME}"
         try:
-            data = self.storage.read_bytes(uri)
+            data = read_object(self.storage, uri)
         except ObjectMissingError:
             return None
         return parse_manifest(data, folder, step)

@@ -14,7 +14,7 @@ nothing waits for a thread that the fork left behind. A `Storage` can be pickled
 """
 
 from bagelplane.storage.backends import FileInfo
-from bagelplane.storage.faults import ObjectMissingError, UnusableNameError
+from bagelplane.storage.faults import ObjectMissingError, ObjectTooLargeError, UnusableNameError
 from bagelplane.storage.settings import StorageSettings
 from bagelplane.storage.store import Storage, open_storage
 from bagelplane.storage.uris import join_uri, same_object
@@ -22,6 +22,7 @@ from bagelplane.storage.uris import join_uri, same_object
 __all__ = [
     "FileInfo",
     "ObjectMissingError",
+    "ObjectTooLargeError",
     "Storage",
     "StorageSettings",
     "UnusableNameError",

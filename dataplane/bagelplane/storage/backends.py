@@ -48,9 +48,16 @@ class Backend(Protocol):
 
     def info(self, location: Location) -> FileInfo: ...
 
-    def read(self, location: Location, start: int, end: int | None, version: str | None) -> bytes:
+    def read(
+        self,
+        location: Location,
+        start: int,
+        end: int | None,
+        version: str | None,
+        limit_bytes: int | None = None,
+    ) -> bytes:
         """The bytes from `start` to before `end` (None: to the last). Fails if `version` is given and not
-        current.
+        current, and with ObjectTooLargeError, before more is in memory, if there are more than `limit_bytes`.
         """
 
     def write(self, location: Location, data: bytes | memoryview) -> None: ...

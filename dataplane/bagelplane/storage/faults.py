@@ -23,6 +23,21 @@ class ObjectMissingError(StorageError):
     reaction = "Correct the key or prefix that the message names, or write the object first."
 
 
+class ObjectTooLargeError(StorageError):
+    """The object is larger than what it should be can be. It was not read."""
+
+    reaction = "Look at what lies there: the message names it."
+
+    @classmethod
+    def of(cls, location: Location, size: str, limit_bytes: int) -> ObjectTooLargeError:
+        return cls(
+            f"cannot read {show(location.uri)}: it is too large",
+            got=size,
+            expected=f"at most {limit_bytes} bytes",
+            fix="restore the object, or remove what lies in its place",
+        )
+
+
 class UnusableNameError(StorageError):
     """The address can be the name of nothing: it is too long, goes in a circle, holds signs that no path has."""
 

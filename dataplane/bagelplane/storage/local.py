@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 
 from bagelplane.costs import Costs, CountedFile
 from bagelplane.storage.backends import Children, FileInfo
-from bagelplane.storage.faults import UnusableNameError
+from bagelplane.storage.faults import ObjectTooLargeError, UnusableNameError
 from bagelplane.storage.uris import Location, show
 
 _TEMPORARY_PREFIX = ".bagelplane-writing-"
@@ -59,9 +59,18 @@ class LocalFiles:
         _refuse_other_kinds(location, status)
         return _describe(location.uri, status)
 
-    def read(self, location: Location, start: int, end: int | None, version: str | None) -> bytes:
+    def read(
+        self,
+        location: Location,
+        start: int,
+        end: int | None,
+        version: str | None,
+        limit_bytes: int | None = None,
+    ) -> bytes:
         with self.open(location) as file:
             file.seek(start)
+            if limit_bytes is not None and (size_bytes := os.fstat(file.fileno()).st_size) > limit_bytes:
+                raise ObjectTooLargeError.of(location, f"{size_bytes} bytes", limit_bytes)
             return file.read() if end is None else file.read(max(end - start, 0))
 
     def open(self, location: Location, costs: Costs | None = None) -> BinaryIO:

@@ -16,7 +16,7 @@ from typing import Any
 
 from bagelplane.errors import StorageError
 from bagelplane.storage.backends import Children, FileInfo
-from bagelplane.storage.faults import Attempted, answer_of, is_bodyless
+from bagelplane.storage.faults import Attempted, ObjectTooLargeError, answer_of, is_bodyless
 from bagelplane.storage.settings import Credentials, StorageSettings, show_endpoint
 from bagelplane.storage.uris import Location
 
@@ -104,7 +104,14 @@ class S3Objects:
             raise
         return FileInfo(location.uri, int(head["ContentLength"]), _version(head))
 
-    def read(self, location: Location, start: int, end: int | None, version: str | None) -> bytes:
+    def read(
+        self,
+        location: Location,
+        start: int,
+        end: int | None,
+        version: str | None,
+        limit_bytes: int | None = None,
+    ) -> bytes:
         from fsspec.asyn import sync  # noqa: PLC0415 (as above)
 
         if end is not None and end <= start:
@@ -116,7 +123,7 @@ class S3Objects:
             request["IfMatch"] = f'"{version}"'
         filesystem = self._filesystem()
         try:
-            data, current = sync(filesystem.loop, _fetch, filesystem, request)
+            data, current = sync(filesystem.loop, _fetch, filesystem, request, location, limit_bytes)
         except Exception as error:
             if version and _is_refused_condition(error):
                 raise self._changed(location, version) from None
@@ -194,12 +201,19 @@ def _is_refused_condition(error: Exception) -> bool:
     return answer is not None and answer.code in {"PreconditionFailed", "412"}
 
 
-async def _fetch(filesystem: Any, request: dict[str, Any]) -> tuple[bytes, str]:
+async def _fetch(
+    filesystem: Any, request: dict[str, Any], location: Location, limit_bytes: int | None
+) -> tuple[bytes, str]:
     """The body and its version."""
     response = await filesystem._call_s3("get_object", **request)
-    async with response["Body"] as body:
-        data: bytes = await body.read()
     expected_bytes = response.get("ContentLength")
+    async with response["Body"] as body:
+        if limit_bytes is not None and (expected_bytes or 0) > limit_bytes:
+            raise ObjectTooLargeError.of(location, f"{expected_bytes} bytes", limit_bytes)
+        if limit_bytes is not None and expected_bytes is None:
+            data = await _read_at_most(body, location, limit_bytes)
+        else:
+            data = await body.read()
     if expected_bytes is not None and len(data) != expected_bytes:
         raise ConnectionResetError(f"{len(data)} of {expected_bytes} bytes came")
     if "Range" in request and "ContentRange" not in response:
@@ -207,6 +221,16 @@ async def _fetch(filesystem: Any, request: dict[str, Any]) -> tuple[bytes, str]:
         first, _, last = request["Range"].removeprefix("bytes=").partition("-")
         data = data[int(first) : int(last) + 1 if last else None]
     return data, _version(response)
+
+
+async def _read_at_most(body: Any, location: Location, limit_bytes: int) -> bytes:
+    """A body of which the server does not tell the length."""
+    data = bytearray()
+    while part := await body.read(limit_bytes + 1 - len(data)):
+        data += part
+        if len(data) > limit_bytes:
+            raise ObjectTooLargeError.of(location, f"more than {limit_bytes} bytes", limit_bytes)
+    return bytes(data)
 
 
 def _version(answer: dict[str, Any]) -> str:
@@ -264,9 +288,18 @@ class FsspecObjects:
             raise FileNotFoundError(location.uri)
         return _describe(location.uri, entry)
 
-    def read(self, location: Location, start: int, end: int | None, version: str | None) -> bytes:
+    def read(
+        self,
+        location: Location,
+        start: int,
+        end: int | None,
+        version: str | None,
+        limit_bytes: int | None = None,
+    ) -> bytes:
         if end is not None and end <= start:
             return b""
+        if limit_bytes is not None and (size_bytes := self.info(location).size_bytes) > limit_bytes:
+            raise ObjectTooLargeError.of(location, f"{size_bytes} bytes", limit_bytes)
         return bytes(self._filesystem().cat_file(_path(location), start=start or None, end=end))
 
     def write(self, location: Location, data: bytes | memoryview) -> None:

@@ -89,10 +89,12 @@ class Storage:
             return False
         return True
 
-    def read_bytes(self, uri: str) -> bytes:
-        """The whole object."""
+    def read_bytes(self, uri: str, *, limit_bytes: int | None = None) -> bytes:
+        """The whole object. ObjectTooLargeError, and nothing of it is kept, if it has more than `limit_bytes`."""
         location = parse_uri(uri)
-        data = self._run("read", location, lambda backend, _: backend.read(location, 0, None, None))
+        data = self._run(
+            "read", location, lambda backend, _: backend.read(location, 0, None, None, limit_bytes)
+        )
         self.costs.read(len(data))
         return data
 
