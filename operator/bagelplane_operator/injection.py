@@ -42,6 +42,8 @@ class InjectionDefaults:
     image: str
     image_pull_policy: str = ""
     """As in a container; empty leaves it to Kubernetes."""
+    log_format: str = ""
+    """Of the sidecar, `text` or `json`; empty leaves it to the sidecar."""
 
 
 def dataset_asked_for(pod: Mapping[str, Any]) -> str | None:
@@ -162,6 +164,8 @@ def _build_sidecar(
         if name in hinted
     ]
     env.append({"name": naming.GENERATION_ENV, "value": str(generation)})
+    if defaults.log_format:
+        env.append({"name": naming.LOG_FORMAT_ENV, "value": defaults.log_format})
     mounts: list[Object] = [
         {"name": naming.RING_VOLUME, "mountPath": naming.RUN_DIR},
         {"name": naming.DATASET_VOLUME, "mountPath": naming.DATASET_DIR, "readOnly": True},

@@ -35,6 +35,8 @@ from bagelplane_operator.injection import InjectionDefaults
 
 log = logging.getLogger(__name__)
 
+_LOG_FORMATS = ("", "text", "json")
+
 MAX_BODY_BYTES = 3 * 2**20
 """The API server takes objects of 3 MiB at most."""
 LOOKUP_SECONDS = 2.0
@@ -231,7 +233,12 @@ def read_defaults(environment: Mapping[str, str]) -> InjectionDefaults:
         raise SpecError(
             f"{naming.IMAGE_ENV} is not set", fix="set it to the image of the data plane; the chart does"
         )
-    return InjectionDefaults(image, environment.get(naming.PULL_POLICY_ENV, ""))
+    log_format = environment.get(naming.SIDECAR_LOG_FORMAT_ENV, "")
+    if log_format not in _LOG_FORMATS:
+        raise SpecError(
+            f"{naming.SIDECAR_LOG_FORMAT_ENV} is not known", got=repr(log_format), expected="text or json"
+        )
+    return InjectionDefaults(image, environment.get(naming.PULL_POLICY_ENV, ""), log_format)
 
 
 async def serve_webhook(settings: WebhookSettings, defaults: InjectionDefaults) -> None:

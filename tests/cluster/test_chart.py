@@ -67,6 +67,8 @@ webhook:
     {weight: 8, podAffinityTerm: {topologyKey: webhook-affinity}}]}}
   priorityClassName: webhook-priority
 networkPolicy: {enabled: true}
+sidecars: {logFormat: json}
+podMonitor: {enabled: true, labels: {release: prometheus}}
 dashboards: {enabled: true}
 labels: {our-label: ours}
 podAnnotations: {our-annotation: noted}
@@ -135,6 +137,8 @@ def test_every_value_shows_in_what_is_made() -> None:
         below.setdefault("webhook", {}).setdefault("certificate", {}).setdefault(
             "certManager", {}
         ).setdefault("enabled", True)
+        if path[:-1] == ("podMonitor",):
+            below["podMonitor"]["enabled"] = True  # the labels of what is not made show nowhere
         if path[-1] not in ("validDays", "enabled"):  # of the chart's own certificate; and the switch itself
             assert render(yaml.safe_dump(below)) != unchanged, path
     assert of_kind(render("networkPolicy: {enabled: true}"), "NetworkPolicy")
@@ -200,6 +204,7 @@ def test_containers_are_told_what_the_program_reads() -> None:
         assert environment == {
             naming.IMAGE_ENV: "mirror.example/dp:t2",
             naming.PULL_POLICY_ENV: "Never",
+            naming.SIDECAR_LOG_FORMAT_ENV: "json",
             naming.NAMESPACES_ENV: "team-a,team-b",
         }
         assert container["image"] == "mirror.example/op:t1"
@@ -207,6 +212,23 @@ def test_containers_are_told_what_the_program_reads() -> None:
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
         assert container["image"] == f"bagelplane/operator:{version}"
+
+
+@pytest.mark.parametrize(
+    ("values", "selected"),
+    [("", {"any": True}), ("watch: {namespaces: [team-a, team-b]}", {"matchNames": ["team-a", "team-b"]})],
+    ids=["all", "some"],
+)
+def test_the_pod_monitor_finds_the_sidecars_of_the_served_namespaces(
+    values: str, selected: dict[str, Any]
+) -> None:
+    (monitor,) = of_kind(render(f"podMonitor: {{enabled: true}}\n{values}"), "PodMonitor")
+    assert monitor["spec"] == {
+        "namespaceSelector": selected,
+        "selector": {"matchExpressions": [{"key": naming.DATASET_LABEL, "operator": "Exists"}]},
+        "podMetricsEndpoints": [{"port": naming.STATUS_PORT_NAME}],
+    }
+    assert not of_kind(render(values), "PodMonitor")
 
 
 REFUSED = [

@@ -187,6 +187,12 @@ def test_the_datasets_image_goes_before_the_installations() -> None:
     assert "imagePullPolicy" not in sidecar_of(without_policy)
 
 
+def test_the_installation_says_how_sidecars_log() -> None:
+    pod = inject(plain(), DATASET, InjectionDefaults("image", log_format="json"))
+    assert environment(sidecar_of(pod))["BAGELPLANE_LOG_FORMAT"] == "json"
+    assert "BAGELPLANE_LOG_FORMAT" not in environment(sidecar_of(injected(plain())))
+
+
 # --- who is touched -------------------------------------------------------------------------------
 
 

@@ -408,6 +408,10 @@ def test_the_image_comes_from_the_environment() -> None:
     defaults = read_defaults(
         {"BAGELPLANE_DATAPLANE_IMAGE": "image:1", "BAGELPLANE_DATAPLANE_IMAGE_PULL_POLICY": "Always"}
     )
-    assert (defaults.image, defaults.image_pull_policy) == ("image:1", "Always")
+    assert (defaults.image, defaults.image_pull_policy, defaults.log_format) == ("image:1", "Always", "")
+    as_json = {"BAGELPLANE_DATAPLANE_IMAGE": "image:1", "BAGELPLANE_SIDECAR_LOG_FORMAT": "json"}
+    assert read_defaults(as_json).log_format == "json"
+    with pytest.raises(SpecError, match="BAGELPLANE_SIDECAR_LOG_FORMAT is not known"):
+        read_defaults({**as_json, "BAGELPLANE_SIDECAR_LOG_FORMAT": "xml"})
     with pytest.raises(SpecError, match="BAGELPLANE_DATAPLANE_IMAGE is not set"):
         read_defaults({})

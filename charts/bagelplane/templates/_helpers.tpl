@@ -100,6 +100,8 @@ env:
     value: {{ include "bagelplane.image" (dict "root" .root "image" .root.Values.image.dataplane) | quote }}
   - name: BAGELPLANE_DATAPLANE_IMAGE_PULL_POLICY
     value: {{ .root.Values.image.dataplane.pullPolicy }}
+  - name: BAGELPLANE_SIDECAR_LOG_FORMAT
+    value: {{ .root.Values.sidecars.logFormat }}
   {{- with .root.Values.watch.namespaces }}
   - name: BAGELPLANE_NAMESPACES
     value: {{ join "," . | quote }}
