@@ -134,6 +134,25 @@ def header_size(data: bytes) -> tuple[int, int]:
     return size
 
 
+def head_size(head: bytes, length_bytes: int) -> tuple[int, int] | None:
+    """What `header_size` gives for a file of that length, from its beginning; None where that takes more of it."""
+    is_short = head[:4] == b"RIFF" and length_bytes < 8 + int.from_bytes(head[4:8], "little")
+    size = None if is_short else plain_size(head)
+    return size if size is not None and _is_allowed(*size) else None
+
+
+_MAGIC = {
+    b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"GIF8": "GIF", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF",
+}  # fmt: skip
+
+
+def image_format(data: bytes) -> str | None:
+    """The format by the first bytes, of those that data sets have; None for another."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
+
+
 def plain_size(data: bytes) -> tuple[int, int] | None:
     """(width, height) of a plain JPEG, PNG or WebP as its header has it; None for whatever is unusual."""
     parse = _PARSERS.get(data[:4])
@@ -218,6 +237,14 @@ def _cause(error: Exception) -> str:
         return "no known image format, or its header is damaged"
     text = re.sub(r"<[^<>]* at 0x[0-9a-f]+>", "the image", str(error))
     return f"{type(error).__name__}: {text}"[:_CAUSE_LIMIT_CHARACTERS]
+
+
+def _is_allowed(width: int, height: int) -> bool:
+    try:
+        check_size(width, height)
+    except ImageError:
+        return False
+    return True
 
 
 def check_size(width: int, height: int) -> None:

@@ -19,10 +19,12 @@ from bagelplane.engine.resizing import ResizeRule
 from bagelplane.engine.rng import stream_seed
 from bagelplane.engine.samples import FrameSampler, ImageLedger, ImageTransform, PlanContext
 from bagelplane.engine.sharding import order_units, shard_to_rank, shard_to_worker, share_of_stream
-from bagelplane.errors import SpecError
+from bagelplane.errors import SpecError, StorageError, TransientStorageError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.edit import read_row_group_counts
 from bagelplane.sources.group import StoredGroup
+from bagelplane.sources.index import DatasetIndex
+from bagelplane.sources.index_format import Looking
 from bagelplane.sources.registry import STORED_TYPES, StoredType
 from bagelplane.sources.tokenizer import load_tokenizer
 from bagelplane.spec import BagelDataset
@@ -51,6 +53,8 @@ class StreamSettings:
     max_consecutive_drops: int
     profile: Profile
     max_pixels: int
+    index: DatasetIndex | None = None
+    """What is known of the data already."""
     ordered_units: dict[str, list[Any]] | None = None
     """By group, for elastic sharding: listed and ordered once for all streams of a rank."""
 
@@ -72,6 +76,7 @@ class StreamSettings:
             max_consecutive_drops=spec.drops.max_consecutive,
             profile=profile,
             max_pixels=spec.images.max_pixels,
+            index=open_index(index_uri(dataset), storage, Looking.here(profile, encode.digest)),
         )
 
     def open_ledger(self, known_bad: dict[str, str] | None = None) -> ImageLedger:
@@ -94,7 +99,25 @@ class StreamSettings:
 
     def list_units(self, config: GroupConfig) -> list[Any]:
         """All units of a group, before sharding. Raises SpecError for a type that is no stored one."""
-        return stored_type(config).list_units(config, self.storage, random.Random())
+        return stored_type(config).list_units(config, self.storage, random.Random(), self.index)
+
+
+def index_uri(dataset: BagelDataset) -> str | None:
+    """Where the index of a resource lies: beside its snapshots. None where it keeps none."""
+    uri = dataset.spec.snapshots.uri
+    return None if uri is None else f"{uri.rstrip('/')}/index"
+
+
+def open_index(uri: str | None, storage: Storage, looking: Looking) -> DatasetIndex | None:
+    """The index at `uri`; None where there is none, or the store does not say so."""
+    if uri is None:
+        return None
+    try:
+        index = DatasetIndex(storage, uri, looking)
+    except (StorageError, TransientStorageError) as error:
+        log.warning("planning without an index: %s", error)
+        return None
+    return None if index.is_empty else index
 
 
 def stored_type(group: GroupConfig | ResourceGroup) -> StoredType:
@@ -122,7 +145,7 @@ def open_group(
         weight=config.weight,
         mandatory=config.mandatory,
         units=units,
-        reader=stored.open_reader(config, settings.storage),
+        reader=stored.open_reader(config, settings.storage, settings.index),
         context=plan_context(config, settings.encode, images),
         worker_id=worker_id,
     )

@@ -37,6 +37,7 @@ from bagelplane.engine.sharding import shard_to_rank, shard_to_worker, share_of_
 from bagelplane.errors import BagelplaneError, SnapshotError
 from bagelplane.images import ImageError, TruncatedImageError, configure_pillow, resize_into
 from bagelplane.settings import StreamSettings, dataset_config, open_group, stored_type
+from bagelplane.sources.indexed import IndexedImage
 from bagelplane.sources.registry import STORED_TYPES
 from bagelplane.sources.tokenizer import load_tokenizer
 from bagelplane.spec import BagelDataset, Dataset
@@ -172,7 +173,12 @@ class WorkerStream:
             tokens=self._tokens,
             all_keys=self._planner.profile.always_all_keys,
         )
-        return _Prepared(plan, pack, images)
+        prepared = _Prepared(plan, pack, images)
+        rests_on = {} if self.is_pure else plan.opened
+        for source in {**rests_on, **prepared.emitted}.values():
+            if isinstance(source, IndexedImage) and source.comes_with_rows:
+                source.fetch()  # by this thread, while others decode the pack before
+        return prepared
 
     def _decode(
         self,
@@ -508,6 +514,8 @@ def open_worker_stream(
         profile=settings.profile,
         max_consecutive_drops=settings.max_consecutive_drops,
     )
+    if settings.index is not None:
+        settings.index.tell()
     return WorkerStream(
         planner=planner,
         ledger=ledger,

@@ -23,6 +23,7 @@ from bagelplane.images import (
     TruncatedImageError,
     check_size,
     guarded,
+    head_size,
     is_short_webp,
     open_image,
     plain_size,
@@ -42,6 +43,7 @@ _TRANSPOSES = {
 }
 _SIDEWAYS = frozenset({5, 6, 7, 8})
 _WITH_ALPHA = frozenset({"RGBA", "RGBa", "LA", "La", "PA"})
+_MULTIPLE = b"MPF\0"  # several pictures in one file: Pillow looks for the others
 _PNG, _JPEG, _RIFF = b"\x89PNG", b"\xff\xd8\xff", b"RIFF"
 _INTEGER_TOPS, _FLOAT_TOPS = (255.0, 65535.0), (1.0, 255.0, 65535.0)
 
@@ -54,6 +56,17 @@ def upright_size(data: bytes) -> tuple[int, int]:
         size = guarded(_opened_size, data)
     check_size(*size)
     return (size[1], size[0]) if turned in _SIDEWAYS else size
+
+
+def upright_head_size(head: bytes, length_bytes: int) -> tuple[int, int] | None:
+    """What `upright_size` gives for a file of that length, from its beginning; None where that takes more of it.
+
+    PNG and WebP keep their orientation anywhere, JPEG before its pixels.
+    """
+    size = head_size(head, length_bytes) if head[:3] == _JPEG and _MULTIPLE not in head else None
+    if size is None:
+        return None
+    return (size[1], size[0]) if guarded(orientation, head) in _SIDEWAYS else size
 
 
 def decode_upright(data: bytes) -> Image.Image:

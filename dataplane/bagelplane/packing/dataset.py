@@ -42,7 +42,7 @@ from bagelplane.packing.state import (
 )
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.registry import STORED_TYPES, custom_type
-from bagelplane.sources.tokenizer import text_encoder
+from bagelplane.sources.tokenizer import TextEncoder
 from bagelplane.storage import open_storage
 from bagelplane.stream import WorkerStream, decode_into
 
@@ -201,7 +201,7 @@ class PackedDataset(IterableDataset[dict[str, Any]]):
                 worker_id=worker_id,
             )
         )
-        encode = text_encoder(self.tokenizer)
+        encode = TextEncoder(self.tokenizer)
         groups = [
             open_group(dataset, config, encode, ledger, worker_id)
             for dataset, config in zip(self.grouped_datasets, self._configs, strict=True)

@@ -38,7 +38,7 @@ class StoredGroupDataset(DistributedIterableDataset):
         self.set_epoch()
 
     def get_data_paths(self, *args: Any, **kwargs: Any) -> list[Any]:
-        units = STORED_TYPES[self.config.type].list_units(self.config, self._storage, self.rng)
+        units = STORED_TYPES[self.config.type].list_units(self.config, self._storage, self.rng, None)
         # `data_paths` is public in practice: files, or pairs.
         return [unit if isinstance(unit, str) else unit[:2] for unit in units]
 
@@ -59,7 +59,7 @@ class StoredGroupDataset(DistributedIterableDataset):
             weight=config.weight,
             mandatory=config.mandatory,
             units=units,
-            reader=STORED_TYPES[config.type].open_reader(config, self._storage),
+            reader=STORED_TYPES[config.type].open_reader(config, self._storage, None),
             context=context,
             worker_id=worker_id,
         )

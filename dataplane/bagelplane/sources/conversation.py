@@ -7,8 +7,10 @@ import json
 import random
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, cast
 
 from bagelplane.engine.profile import Profile
 from bagelplane.engine.rng import Draws
@@ -24,6 +26,8 @@ from bagelplane.engine.samples import (
 from bagelplane.errors import DataError
 from bagelplane.images import ImageError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
+from bagelplane.sources.facts import Encode
+from bagelplane.sources.index import DatasetIndex
 from bagelplane.sources.stored_image import StoredImage, reading_of
 from bagelplane.sources.video_frames import video_frames
 from bagelplane.storage import ObjectMissingError, Storage, UnusableNameError, join_uri
@@ -38,12 +42,14 @@ Unit = tuple[str, str] | tuple[str, str, str, int]
 _FRAME_NUMBER = re.compile(r"_(\d+)\.jpg$")
 
 
-def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> list[Any]:
+def list_units(
+    config: GroupConfig, storage: Storage, rng: random.Random, index: DatasetIndex | None = None
+) -> list[Any]:
     """(line, image folder, file, number of the line), blank lines included; shuffled when asked, then cut to
     `num_used`."""
     units: list[Any] = []
     for dataset in config.datasets:
-        lines = list(enumerate(_read_lines(storage, dataset.jsonl_uri)))
+        lines = list(enumerate(_lines_of(dataset, storage, config.type, index)))
         if config.shuffle_lines:
             rng.seed(config.shuffle_seed)
             rng.shuffle(lines)
@@ -52,16 +58,28 @@ def list_units(config: GroupConfig, storage: Storage, rng: random.Random) -> lis
     return units
 
 
+def _lines_of(dataset: DatasetConfig, storage: Storage, kind: str, index: DatasetIndex | None) -> list[str]:
+    known = None
+    if index is not None and index.see(kind, storage.info(dataset.jsonl_uri), dataset.images_uri):
+        known = index.lines(kind, dataset.jsonl_uri, dataset.images_uri)
+    return read_lines(storage, dataset.jsonl_uri) if known is None else known
+
+
 def count_lines(storage: Storage, uri: str) -> int:
     """How many lines a JSONL file has, blank ones too."""
-    return len(_read_lines(storage, uri))
+    return len(read_lines(storage, uri))
 
 
-def _read_lines(storage: Storage, uri: str) -> list[str]:
+def read_lines(storage: Storage, uri: str) -> list[str]:
+    """All lines with their ends, blank ones too."""
+    return split_lines(storage.read_bytes(uri))
+
+
+def split_lines(data: bytes) -> list[str]:
+    """The lines of a file, as `read_lines` gives them."""
     # Text mode folds line ends, as the peer's file object does. Bytes that are no UTF-8 survive as surrogates,
     # so that such a line is dropped alone.
-    data = io.BytesIO(storage.read_bytes(uri))
-    return io.TextIOWrapper(data, encoding="utf-8", errors="surrogateescape").readlines()
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="surrogateescape").readlines()
 
 
 def look(dataset: DatasetConfig, storage: Storage, enough: int) -> int:
@@ -126,13 +144,20 @@ def _names_in(row: dict[str, Any]) -> list[str]:
 class ConversationReader:
     """One block of one row a unit; `data_indexes` is the row's number."""
 
-    def __init__(self, config: GroupConfig, storage: Storage) -> None:
+    def __init__(self, config: GroupConfig, storage: Storage, index: DatasetIndex | None = None) -> None:
         self._storage, self._profile = storage, config.profile
+        self._type, self._index = config.type, index
 
     def read_block(self, unit: Unit, block: int) -> ConversationBlock | None:
         if block > 0:
             return None
-        return ConversationBlock(unit[0], ImageFolder(self._storage, unit[1], self._profile))
+        folder = ImageFolder(self._storage, unit[1], self._profile)
+        if self._index is not None and len(unit) == 4:
+            _, _, file, number = unit
+            row = self._index.line(self._type, file, unit[1], number)
+            if row is not None:
+                return ConversationBlock(unit[0], partial(row.folder, folder), row.encoder)
+        return ConversationBlock(unit[0], lambda: folder)
 
     def data_indexes(self, unit: int, block: int, row: int) -> int:
         return unit
@@ -145,15 +170,30 @@ class ConversationReader:
         return f"the line {unit[0][:80]!a}"
 
 
+class Folder(Protocol):
+    """Where the names of a row lead."""
+
+    def open_image(self, name: str) -> EncodedImage: ...
+    def list_frames(self, name: str) -> Sequence[EncodedImage]: ...
+
+
 class ConversationBlock:
-    def __init__(self, line: str, folder: ImageFolder) -> None:
-        self._line, self._folder = line, folder
+    """`open_folder` gives the folder as it is before any name was asked for; `encoder`, see RowFacts."""
+
+    def __init__(
+        self,
+        line: str,
+        open_folder: Callable[[], Folder],
+        encoder: Callable[[Encode], Encode] = lambda encode: encode,
+    ) -> None:
+        self._line, self._open_folder, self._encoder = line, open_folder, encoder
 
     def __len__(self) -> int:
         return 1
 
     def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
-        folder = self._folder
+        folder = self._open_folder()
+        context = replace(context, encode=self._encoder(context.encode))
         return plan_conversation(
             ConversationRow(self._line, folder.open_image, folder.list_frames), context, draws
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from dataclasses import replace
 from typing import Any
 
 from bagelplane.engine.drops import DropReason
@@ -13,9 +14,11 @@ from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import EditRow, PlanContext, RowDropped, Sample, plan_edit
 from bagelplane.engine.sharding import repeat_to_count
 from bagelplane.errors import SpecError
+from bagelplane.sources.blocks import ParquetBlocks, seen_parquet
 from bagelplane.sources.config import DatasetConfig, GroupConfig
+from bagelplane.sources.facts import RowColumns, RowFacts, block_name
+from bagelplane.sources.index import DatasetIndex
 from bagelplane.sources.parquet import (
-    Column,
     ColumnKind,
     ParquetReader,
     check_columns,
@@ -24,12 +27,12 @@ from bagelplane.sources.parquet import (
     is_list,
     list_parquet,
 )
-from bagelplane.sources.stored_image import image_of_value
 from bagelplane.storage import Storage, join_uri
 from bagelplane.storage.uris import show
 
 log = logging.getLogger(__name__)
 
+ROW_COLUMNS = RowColumns("image_list", "instruction_list", has_image_list=True)
 _COLUMNS = {
     "image_list": ColumnKind(
         "a list of encoded images a row (list<binary>)", lambda kind: is_list(kind, is_bytes)
@@ -47,12 +50,14 @@ _STRICT_COLUMNS = {
 }
 
 
-def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> list[Any]:
+def list_units(
+    config: GroupConfig, storage: Storage, _rng: random.Random, index: DatasetIndex | None = None
+) -> list[Any]:
     """(file, row group) pairs. Files are repeated or cut to `num_used` first."""
     units: list[Any] = []
     for dataset in config.datasets:
-        files = list_parquet(storage, dataset.uri)
-        counts = _row_group_counts(dataset, files, storage)
+        files = seen_parquet(storage, dataset.uri, config.type, index)
+        counts = _row_group_counts(dataset, files, storage, config.type, index)
         for file in repeat_to_count(files, len(files) if dataset.num_used is None else dataset.num_used):
             units += [(file, row_group) for row_group in range(counts.get(file, 0))]
     return units
@@ -61,19 +66,27 @@ def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> li
 def look(dataset: DatasetConfig, storage: Storage, enough: int) -> int:
     """Looks into the first file; how many units there are, counted to `enough`. Raises DataError."""
     files = list_parquet(storage, dataset.uri)
-    check_columns(storage, files[0], _STRICT_COLUMNS if dataset.profile.reads_other_shapes else _COLUMNS)
+    check_columns(storage, files[0].uri, _STRICT_COLUMNS if dataset.profile.reads_other_shapes else _COLUMNS)
     reader, counts, count = ParquetReader(storage, list(_COLUMNS)), dataset.row_groups, 0
-    for file in repeat_to_count(files, len(files) if dataset.num_used is None else dataset.num_used):
+    for file in repeat_to_count(
+        [info.uri for info in files], len(files) if dataset.num_used is None else dataset.num_used
+    ):
         count += reader.num_row_groups(file) if counts is None else counts.get(file, 0)
         if count >= enough:
             break  # of the other files no footer need be read
     return count
 
 
-def _row_group_counts(dataset: DatasetConfig, files: list[str], storage: Storage) -> dict[str, int]:
+def _row_group_counts(
+    dataset: DatasetConfig, files: list[str], storage: Storage, kind: str, index: DatasetIndex | None
+) -> dict[str, int]:
     if dataset.row_groups is None:
         reader = ParquetReader(storage, list(_COLUMNS))
-        return {file: reader.num_row_groups(file) for file in files}
+        known = {file: None if index is None else index.row_groups(kind, file) for file in files}
+        return {
+            file: reader.num_row_groups(file) if groups is None else len(groups)
+            for file, groups in known.items()
+        }
     unknown = sorted(set(files) - set(dataset.row_groups))
     if unknown:
         log.warning(
@@ -101,7 +114,7 @@ def read_row_group_counts(storage: Storage, uri: str, folder: str) -> dict[str, 
     bases = (folder, uri.rsplit("/", 1)[0])
     by_uri: dict[str, int] = {}
     unmatched = set(counts)
-    for file in list_parquet(storage, folder):
+    for file in (info.uri for info in list_parquet(storage, folder)):
         for path, count in counts.items():
             if file == path or any(file == join_uri(base, path.removeprefix("./")) for base in bases):
                 by_uri[file] = count
@@ -117,15 +130,14 @@ def read_row_group_counts(storage: Storage, uri: str, folder: str) -> dict[str, 
 class EditReader:
     """One block a unit; `data_indexes` are [unit, row in its row group]."""
 
-    def __init__(self, config: GroupConfig, storage: Storage) -> None:
-        self._parquet = ParquetReader(storage, list(_COLUMNS))
+    def __init__(self, config: GroupConfig, storage: Storage, index: DatasetIndex | None = None) -> None:
+        self._blocks = ParquetBlocks(config, storage, index, ROW_COLUMNS)
 
     def read_block(self, unit: tuple[str, int], block: int) -> EditBlock | None:
         if block > 0:
             return None
-        uri, row_group = unit
-        table = self._parquet.read_row_group(uri, row_group)
-        return None if table is None else EditBlock(table, f"{uri}#{row_group}")
+        facts = self._blocks.read(*unit)
+        return None if facts is None else EditBlock(facts, block_name(*unit))
 
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, row]
@@ -138,22 +150,16 @@ class EditReader:
 
 
 class EditBlock:
-    def __init__(self, table: Any, name: str) -> None:
-        self._name, self._length = name, table.num_rows
-        self._images, self._instructions = Column(table, "image_list"), Column(table, "instruction_list")
+    def __init__(self, facts: RowFacts, name: str) -> None:
+        self._facts, self._name = facts, name
 
     def __len__(self) -> int:
-        return int(self._length)
+        return len(self._facts)
 
     def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
         try:
-            values, instructions = self._images[row], self._instructions[row]
+            images, instructions = self._facts.images(row), self._facts.text(row)
         except ValueError as error:
             raise RowDropped(DropReason.PARQUET_ROW_PARSE, f"{self._name}/{row}: {error}") from None
-        images = None
-        if isinstance(values, list):
-            images = [
-                image_of_value(f"{self._name}/{row}/{place}", value, context.profile)
-                for place, value in enumerate(values)
-            ]
+        context = replace(context, encode=self._facts.encoder(row, context.encode))
         return plan_edit(EditRow(images, instructions), context, draws)

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bagelplane.errors import DataError
-from bagelplane.storage import Storage
+from bagelplane.storage import FileInfo, Storage
 
 _OPEN_FILES = 4  # footers and handles kept; rows are walked in order, so few suffice
 
 
-def list_parquet(storage: Storage, uri: str) -> list[str]:
-    """URIs of the folder's own `.parquet` files, sorted. Raises DataError when there are none."""
-    files = [info.uri for info in storage.list_files(uri, suffix=".parquet")]
+def list_parquet(storage: Storage, uri: str) -> list[FileInfo]:
+    """The folder's own `.parquet` files, sorted. Raises DataError when there are none."""
+    files = storage.list_files(uri, suffix=".parquet")
     if not files:
         raise DataError(
             f"{uri} holds no Parquet files",
@@ -126,10 +126,7 @@ class ParquetReader:
         file = self._open(uri)
         if row_group >= file.num_row_groups:
             return None
-        try:
-            return file.read_row_group(row_group, columns=self._columns, use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(uri, f"row group {row_group}: {error}") from error
+        return read_row_group(file, uri, row_group, self._columns)
 
     def _open(self, uri: str) -> pq.ParquetFile:
         if self._process != os.getpid():
@@ -141,23 +138,35 @@ class ParquetReader:
             return self._files[uri]
         while len(self._files) >= _OPEN_FILES:
             self._files.popitem(last=False)[1].close(force=True)
-        handle = self._storage.open_binary(uri)
-        try:
-            file = pq.ParquetFile(handle)
-        except (pa.ArrowException, OSError) as error:
-            handle.close()
-            raise _unreadable(uri, str(error)) from error
-        missing = [name for name in self._columns if name not in file.schema_arrow.names]
-        if missing:
-            file.close(force=True)
-            raise DataError(
-                f"{uri} lacks the column {', '.join(missing)}",
-                got=f"columns {', '.join(file.schema_arrow.names)}",
-                expected=f"columns {', '.join(self._columns)}",
-                fix="rename the columns, or take the file out of the folder",
-            )
-        self._files[uri] = file
-        return file
+        self._files[uri] = open_parquet(self._storage.open_binary(uri), uri, self._columns)
+        return self._files[uri]
+
+
+def open_parquet(handle: Any, uri: str, columns: Sequence[str]) -> pq.ParquetFile:
+    """The file behind a handle, which it takes over. DataError when it is no Parquet, or lacks a column."""
+    try:
+        file = pq.ParquetFile(handle)
+    except (pa.ArrowException, OSError) as error:
+        handle.close()
+        raise _unreadable(uri, str(error)) from error
+    missing = [name for name in columns if name not in file.schema_arrow.names]
+    if missing:
+        file.close(force=True)
+        raise DataError(
+            f"{uri} lacks the column {', '.join(missing)}",
+            got=f"columns {', '.join(file.schema_arrow.names)}",
+            expected=f"columns {', '.join(columns)}",
+            fix="rename the columns, or take the file out of the folder",
+        )
+    return file
+
+
+def read_row_group(file: pq.ParquetFile, uri: str, row_group: int, columns: Sequence[str]) -> pa.Table:
+    """The columns of one row group. Raises DataError."""
+    try:
+        return file.read_row_group(row_group, columns=list(columns), use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(uri, f"row group {row_group}: {error}") from error
 
 
 def _close_all(files: OrderedDict[str, pq.ParquetFile]) -> None:

@@ -17,6 +17,7 @@ from bagelplane.errors import SpecError
 from bagelplane.sources import conversation, edit, text_to_image
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.group import UnitReader
+from bagelplane.sources.index import DatasetIndex
 from bagelplane.storage import Storage
 
 ENTRY_POINT_GROUP = "bagelplane.groups"
@@ -26,8 +27,9 @@ ENTRY_POINT_GROUP = "bagelplane.groups"
 class StoredType:
     """A group type whose rows are planned first and decoded later."""
 
-    list_units: Callable[[GroupConfig, Storage, random.Random], list[Any]]
-    open_reader: Callable[[GroupConfig, Storage], UnitReader]
+    list_units: Callable[[GroupConfig, Storage, random.Random, DatasetIndex | None], list[Any]]
+    open_reader: Callable[[GroupConfig, Storage, DatasetIndex | None], UnitReader]
+    """Both take the index where there is one: it is told of the objects, and asked for what it knows of them."""
     look: Callable[[DatasetConfig, Storage, int], int]
     """Opens a data set's first file and raises DataError if it is of another kind: each of its rows would be
     dropped. Gives the number of units, exact below the number that is enough."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from bagelplane.engine.drops import DropReason
@@ -16,11 +17,12 @@ from bagelplane.engine.samples import (
     plan_text_to_image,
 )
 from bagelplane.engine.sharding import repeat_to_count
+from bagelplane.sources.blocks import ParquetBlocks, seen_parquet
 from bagelplane.sources.config import DatasetConfig, GroupConfig
+from bagelplane.sources.facts import RowColumns, RowFacts, block_name
+from bagelplane.sources.index import DatasetIndex
 from bagelplane.sources.parquet import (
-    Column,
     ColumnKind,
-    ParquetReader,
     check_columns,
     is_bytes,
     is_image,
@@ -28,9 +30,9 @@ from bagelplane.sources.parquet import (
     is_text,
     list_parquet,
 )
-from bagelplane.sources.stored_image import image_of_value
 from bagelplane.storage import Storage
 
+ROW_COLUMNS = RowColumns("image", "captions", has_image_list=False)
 _COLUMNS = {
     "image": ColumnKind("an encoded image a row (binary)", is_bytes),
     "captions": ColumnKind("a JSON object of captions a row, as text (string)", is_text),
@@ -44,11 +46,13 @@ _STRICT_COLUMNS = {
 }
 
 
-def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> list[Any]:
+def list_units(
+    config: GroupConfig, storage: Storage, _rng: random.Random, index: DatasetIndex | None = None
+) -> list[Any]:
     """File URIs, repeated or cut to each data set's `num_used`."""
     units = []
     for dataset in config.datasets:
-        files = list_parquet(storage, dataset.uri)
+        files = seen_parquet(storage, dataset.uri, config.type, index)
         units += repeat_to_count(files, len(files) if dataset.num_used is None else dataset.num_used)
     return units
 
@@ -56,19 +60,19 @@ def list_units(config: GroupConfig, storage: Storage, _rng: random.Random) -> li
 def look(dataset: DatasetConfig, storage: Storage, _enough: int) -> int:
     """Looks into the first file; how many units there are. Raises DataError for what is no such file."""
     files = list_parquet(storage, dataset.uri)
-    check_columns(storage, files[0], _STRICT_COLUMNS if dataset.profile.reads_other_shapes else _COLUMNS)
+    check_columns(storage, files[0].uri, _STRICT_COLUMNS if dataset.profile.reads_other_shapes else _COLUMNS)
     return len(files) if dataset.num_used is None else dataset.num_used
 
 
 class TextToImageReader:
     """Row groups of a file are blocks; `data_indexes` are [file, row group, row]."""
 
-    def __init__(self, config: GroupConfig, storage: Storage) -> None:
-        self._parquet = ParquetReader(storage, list(_COLUMNS))
+    def __init__(self, config: GroupConfig, storage: Storage, index: DatasetIndex | None = None) -> None:
+        self._blocks = ParquetBlocks(config, storage, index, ROW_COLUMNS)
 
     def read_block(self, unit: str, block: int) -> TextToImageBlock | None:
-        table = self._parquet.read_row_group(unit, block)
-        return None if table is None else TextToImageBlock(table, f"{unit}#{block}")
+        facts = self._blocks.read(unit, block)
+        return None if facts is None else TextToImageBlock(facts, block_name(unit, block))
 
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, block, row]
@@ -81,22 +85,22 @@ class TextToImageReader:
 
 
 class TextToImageBlock:
-    def __init__(self, table: Any, name: str) -> None:
-        self._name, self._length = name, table.num_rows
-        self._images, self._captions = Column(table, "image"), Column(table, "captions")
+    def __init__(self, facts: RowFacts, name: str) -> None:
+        self._facts, self._name = facts, name
 
     def __len__(self) -> int:
-        return int(self._length)
+        return len(self._facts)
 
     def plan(self, row: int, context: PlanContext, draws: Draws) -> Sample:
         key = f"{self._name}/{row}"
         try:
-            value = self._images[row]
+            images = self._facts.images(row)
         except ValueError as error:
             raise RowDropped(DropReason.T2I_IMAGE_PARSE, f"{key}: {error}") from None
         try:
-            captions = self._captions[row]
+            captions = self._facts.text(row)
         except ValueError as error:  # a text that is no UTF-8, for one
             raise RowDropped(DropReason.T2I_CAPTION_PARSE, f"{key}: {error}") from None
-        image = image_of_value(key, value, context.profile)
-        return plan_text_to_image(TextToImageRow(image, captions), context, draws)
+        assert images is not None
+        context = replace(context, encode=self._facts.encoder(row, context.encode))
+        return plan_text_to_image(TextToImageRow(images[0], captions), context, draws)

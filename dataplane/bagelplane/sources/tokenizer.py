@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -13,9 +15,21 @@ from bagelplane.spec import Tokenizer as ResourceTokenizer
 from bagelplane.storage import Storage
 
 
-def load_tokenizer(
-    storage: Storage, settings: ResourceTokenizer
-) -> tuple[Callable[[str], Sequence[int]], SpecialTokens]:
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """`encode` of anything that gives a list of ids, or an object with `.ids` as the tokenizers library does."""
+
+    tokenizer: Any
+    digest: str = ""
+    """Of the file that it was read from; empty where there is none."""
+
+    def __call__(self, text: str) -> Sequence[int]:
+        encoded = self.tokenizer.encode(text)
+        ids: Sequence[int] = getattr(encoded, "ids", encoded)
+        return ids
+
+
+def load_tokenizer(storage: Storage, settings: ResourceTokenizer) -> tuple[TextEncoder, SpecialTokens]:
     """How to encode a text, and the special ids. Raises SpecError for a file that is no tokenizer."""
     data = storage.read_bytes(settings.uri)
     try:
@@ -44,17 +58,6 @@ def load_tokenizer(
             got=f"a vocabulary of {tokenizer.get_vocab_size()} tokens without",
             fix="write tokens that the tokenizer has, or the ids themselves",
         )
-    return text_encoder(tokenizer), SpecialTokens(
+    return TextEncoder(tokenizer, hashlib.sha256(data).hexdigest()), SpecialTokens(
         ids["bos"], ids["eos"], start_of_image=ids["startOfImage"], end_of_image=ids["endOfImage"]
     )
-
-
-def text_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """`encode` of anything that gives a list of ids, or an object with `.ids` as the tokenizers library does."""
-
-    def encode(text: str) -> Sequence[int]:
-        encoded = tokenizer.encode(text)
-        ids: Sequence[int] = getattr(encoded, "ids", encoded)
-        return ids
-
-    return encode

@@ -98,8 +98,9 @@ class Storage:
         self.costs.read(len(data))
         return data
 
-    def open_binary(self, uri: str) -> BinaryIO:
-        """The object as a seekable file, for pyarrow among others. Local: a plain buffered file.
+    def open_binary(self, uri: str, info: FileInfo | None = None) -> BinaryIO:
+        """The object as a seekable file, for pyarrow among others. Local: a plain buffered file. `info` is what
+        a listing told of it: it is not looked up again then.
 
         Remote: each read is a ranged request, bound to the version found at opening: an object that is
         replaced meanwhile gives an error, never a mixture (on stores that know the condition).
@@ -110,7 +111,7 @@ class Storage:
             return self._run(
                 "read", location, lambda backend, _: cast(LocalFiles, backend).open(location, self.costs)
             )
-        info = self.info(uri)
+        info = info or self.info(uri)
 
         def fetch(start: int, end: int) -> bytes:
             data = self._run(

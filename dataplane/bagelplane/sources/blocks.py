@@ -1,0 +1,63 @@
+"""Row groups of a group's Parquet files: from the index where it knows them, else from the data."""
+
+from __future__ import annotations
+
+import threading
+
+from bagelplane.errors import DataError
+from bagelplane.sources.config import GroupConfig
+from bagelplane.sources.facts import RowColumns, RowFacts, StoredFacts, block_name
+from bagelplane.sources.index import DatasetIndex
+from bagelplane.sources.parquet import ParquetReader, list_parquet
+from bagelplane.storage import Storage
+from bagelplane.storage.uris import show
+
+
+def seen_parquet(storage: Storage, uri: str, kind: str, index: DatasetIndex | None) -> list[str]:
+    """URIs of the folder's own Parquet files, sorted, of which the index is told."""
+    files = list_parquet(storage, uri)
+    if index is not None:
+        for info in files:
+            index.see(kind, info)
+    return [info.uri for info in files]
+
+
+class ParquetBlocks:
+    """Used by one thread."""
+
+    def __init__(
+        self, config: GroupConfig, storage: Storage, index: DatasetIndex | None, columns: RowColumns
+    ) -> None:
+        self._config, self._index, self._columns = config, index, columns
+        self._parquet = ParquetReader(storage, columns.names)
+        # What an index knows is read when its pixels are needed, by whichever thread decodes them.
+        self._late, self._late_lock = ParquetReader(storage, columns.names), threading.Lock()
+
+    def read(self, uri: str, row_group: int) -> RowFacts | None:
+        """None past the last row group."""
+        index, kind = self._index, self._config.type
+        known = None if index is None else index.row_groups(kind, uri)
+        if index is not None and known is not None:
+            if row_group >= len(known):
+                return None
+            facts = index.facts(kind, uri, row_group, self._columns, lambda: self._read_late(uri, row_group))
+            if facts is not None:
+                return facts
+        return self._facts(self._parquet, uri, row_group)
+
+    def _read_late(self, uri: str, row_group: int) -> RowFacts:
+        with self._late_lock:
+            facts = self._facts(self._late, uri, row_group)
+        if facts is None:
+            raise DataError(
+                f"{show(uri)} was replaced since it was indexed",
+                got=f"no row group {row_group}",
+                fix="run `bagelplane index` again, and start again",
+            )
+        return facts
+
+    def _facts(self, reader: ParquetReader, uri: str, row_group: int) -> RowFacts | None:
+        table = reader.read_row_group(uri, row_group)
+        if table is None:
+            return None
+        return StoredFacts(table, block_name(uri, row_group), self._columns, self._config.profile)
