@@ -39,6 +39,7 @@ COMMANDS = (
     Command("validate", "bagelplane.cli.validate:validate", "Check resource files and name every fault."),
     Command("check", "bagelplane.cli.check:check", "Look at all that a resource names, as run does."),
     Command("plan", "bagelplane.cli.plan:plan", "Fill, mix and drops of the first packs, without decoding."),
+    Command("index", "bagelplane.cli.index:index", "Look at all data once, so that planning need not."),
     Command("preview", "bagelplane.cli.preview:preview", "A picture of what the model will see."),
     Command(
         "explain", "bagelplane.cli.explain:explain", "Which rows went into one pack, and what was dropped."

@@ -84,10 +84,10 @@ class _RateColumn(ProgressColumn):
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr with rate and time left while the block runs; yields `advance(count)`.
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr with rate and time left while the block runs; yields `advance(count, total)`.
 
-    Silent without a terminal.
+    The total may be left out where it stays what it was. Silent without a terminal.
     """
     console = Console(stderr=True)
     columns = (
@@ -99,7 +99,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lambda count, total=None: bar.update(task, advance=count, total=total)
 
 
 def _cell(value: object) -> str:

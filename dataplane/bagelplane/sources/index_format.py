@@ -178,7 +178,7 @@ def checked(summary: Summary) -> Summary:
 
 def with_summary(table: pa.Table, summary: Summary) -> pa.Table:
     """The table as it is written: its schema carries the summary."""
-    content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(summary)}
+    content = {"format": FORMAT, "format_version": FORMAT_VERSION, "summary": asdict(summary)}
     return table.replace_schema_metadata({_METADATA_KEY: json.dumps(content, sort_keys=True)})
 
 
@@ -187,9 +187,9 @@ def summary_of(schema: pa.Schema) -> Summary:
     if schema.remove_metadata() != ROW_SCHEMA:
         raise ValueError("its columns are not those of an index")
     content = json.loads((schema.metadata or {})[_METADATA_KEY])
-    if (content.pop("format"), content.pop("version")) != (FORMAT, FORMAT_VERSION):
+    if (content["format"], content["format_version"]) != (FORMAT, FORMAT_VERSION):
         raise ValueError("it has another format or version")
-    return checked(Summary(**content))
+    return checked(Summary(**content["summary"]))
 
 
 def text_key(text: str) -> int:

@@ -125,12 +125,11 @@ class Looker:
                 data = head if size is not None else head + file.read()
         except BagelplaneError:
             # Asked again in the way of planning: what it hears is what is kept.
-            return _new_image(image.key) | self._image(image)
+            return self._image(image) | {"uri": image.key}
         if size is not None:
             return _new_image(image.key) | _sized(size, image_format(head), length)
-        return _new_image(image.key) | self._image(
-            StoredImage(image.key, lambda: data, reading_of(self.profile))
-        )
+        whole = StoredImage(image.key, lambda: data, reading_of(self.profile))
+        return self._image(whole) | {"uri": image.key}
 
     @property
     def _knowledge(self) -> Knowledge:
