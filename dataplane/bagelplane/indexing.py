@@ -335,7 +335,8 @@ class Indexer:
     def _read_summary(self, name: str) -> Summary:
         address = f"{self._uri}/{PARTS_FOLDER}/{name}"
         try:
-            return summary_of(pq.read_schema(self._storage.open_binary(address)))
+            with closing(self._storage.open_binary(address)) as file:
+                return summary_of(pq.read_schema(file))
         except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
             raise StorageError(
                 f"the part {address} of the index is damaged",

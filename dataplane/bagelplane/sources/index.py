@@ -266,7 +266,8 @@ class _Part:
 
     def __init__(self, storage: Storage, uri: str, *, is_verified: bool) -> None:
         self.uri, self.is_verified = uri, is_verified
-        self._file = pq.ParquetFile(storage.open_binary(uri), page_checksum_verification=True)
+        # Whole: some megabytes by one request, and no file that is left open.
+        self._file = pq.ParquetFile(pa.BufferReader(storage.read_bytes(uri)), page_checksum_verification=True)
         self.summary = summary_of(self._file.schema_arrow)
         self._tables: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         counts = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]

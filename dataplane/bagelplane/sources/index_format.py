@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 PARTS_FOLDER, INVENTORY_NAME = "parts", "inventory.parquet"
 LINES_A_PART = 10_000
 LINES_A_GROUP = 1_000
-MAX_PART_BYTES = 1024 * 1024 * 1024
+MAX_PART_BYTES = 256 * 1024 * 1024
 _METADATA_KEY = b"bagelplane"
 _PART_NAME = re.compile(r"([0-9a-f]{20})-([0-9a-f]{20})-([0-9]{5})-of-([0-9]{5})(-verified)?\.parquet")
 
