@@ -149,7 +149,7 @@ def _print(report: IndexReport) -> None:
     print_facts(f"index {report.uri}", {name.replace("_", " "): value for name, value in shown.items()})
     if report.drops:
         print_table("Rows that no draw makes usable", ("reason", "rows"), sorted(report.drops.items()))
-        print_reasons(DropReason(reason) for reason in sorted(report.drops))
+        print_reasons(reason for reason in DropReason if reason in report.drops)
     if report.missing:
         who = "could not be written" if report.problems else "are left to the other shards"
         print_line(f"{report.missing:,} of {report.parts:,} parts {who}")
