@@ -235,13 +235,17 @@ def test_what_is_no_state_at_all_is_refused(tmp_path: Path, state: Any) -> None:
         PackedLoader(tmp_path, rank=0, world_size=4).load_state_dict(state)
 
 
-def test_a_state_of_another_data_set_is_refused_with_both_named(tmp_path: Path, stack: ExitStack) -> None:
-    serve(stack, tmp_path, spec_hash="this")
+@pytest.mark.parametrize(("loaded", "told"), [("that", "that"), ("this", "")])
+def test_of_a_state_of_another_data_set_the_sidecar_decides(
+    tmp_path: Path, stack: ExitStack, loaded: str, told: str
+) -> None:
+    sidecar = serve(stack, tmp_path, spec_hash="this")
     loader = connect(stack, tmp_path)
-    state = {"version": 1, "step": 3, "rank": 0, "world_size": 1, "spec_hash": "that", "state": ""}
+    state = {"version": 1, "step": 3, "rank": 0, "world_size": 1, "spec_hash": loaded, "state": ""}
     loader.load_state_dict(state)
-    with pytest.raises(SnapshotError, match="'bagel-sft' with spec hash this; expected spec hash that"):
-        next(loader)
+    next(loader)
+    assert sidecar.attaches[-1].spec_hash == told
+    assert loader.state_dict()["spec_hash"] == "this"
 
 
 def test_a_snapshot_covers_what_was_handed_over(tmp_path: Path, stack: ExitStack) -> None:

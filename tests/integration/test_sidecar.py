@@ -567,6 +567,42 @@ def test_snapshots_of_another_spec_are_refused_before_a_trainer_comes(start: Sta
 
 
 @pytest.mark.slow
+def test_a_trainer_s_state_of_another_spec_follows_the_rule_for_snapshots(
+    start: Start, tmp_path: Path
+) -> None:
+    dataset = make_dataset(snapshots=tmp_path / "snapshots", every=5)
+    sidecar, saved = start(dataset), {}
+    with sidecar.reader() as reader:
+        for step in (5, 7):
+            take(reader, step - reader.step)
+            saved[step] = reader.state_dict()
+    assert sidecar.terminate() == 0  # with a snapshot of step 7
+    data = dataset.to_mapping()
+    data["spec"]["groups"][0]["weight"] = 2.0
+    data["spec"]["resume"] = {"allowSpecChange": ["groups"]}
+    allowed = BagelDataset.from_mapping(data)
+    del data["spec"]["resume"]
+    data["spec"]["snapshots"]["uri"] = str(tmp_path / "elsewhere")
+    changed = BagelDataset.from_mapping(data)
+    for spec, resume, step, refusal in (
+        (changed, "none", 5, rf"another data set than 'fake'.*{spec_hash(dataset)[:16]}.*allowSpecChange"),
+        (allowed, 5, 5, None),
+        (allowed, 5, 7, "no snapshot says what changed since step 7"),
+        (allowed, "none", 5, "no snapshot says what changed since step 5"),
+    ):
+        sidecar = start(spec, resume=resume)
+        with sidecar.reader() as reader:
+            reader.load_state_dict(saved[step])
+            if refusal is None:
+                assert take(reader, 1) == undisturbed(dataset, 0, 1, step + 1)[step:]
+                assert reader.state_dict()["spec_hash"] == spec_hash(changed)
+            else:
+                with pytest.raises(SnapshotError, match=refusal):
+                    next(reader)
+        sidecar.kill()
+
+
+@pytest.mark.slow
 def test_bad_images_are_durable_before_a_pack_planned_with_them_is_given(
     start: Start, tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ class Connection:
         self.offset, self.streams = 0, 0
         """Packs of the run behind the first step of this world; streams of elastic sharding. Known once attached."""
         self.spec_hash = ""
-        """Of the data set that this trainer runs on; empty before that is known. Another one is refused."""
+        """Of the data set that this trainer runs on; empty before that is known. Of another one the sidecar decides."""
         self._socket: MessageSocket | None = None
         self._ring: RingReader | None = None
         self._owner_pid = os.getpid()
@@ -313,16 +313,16 @@ class Connection:
                 expected=f"{OLDEST_VERSION} to {PROTOCOL_VERSION}",
                 fix="install the same bagelplane release in the trainer's image as in the sidecar's",
             )
-        if self.spec_hash not in ("", welcome.spec_hash):
-            raise SnapshotError(
-                "the sidecar serves another data set than the state belongs to",
-                got=f"{welcome.dataset!r} with spec hash {welcome.spec_hash}",
-                expected=f"spec hash {self.spec_hash}",
-                fix="use the data set that the run began with, or begin without a state",
-            )
         place = self.place
         attach = Attach(
-            place.rank, place.local_rank, place.world_size, place.generation, resume, place.readers or 1
+            place.rank,
+            place.local_rank,
+            place.world_size,
+            place.generation,
+            resume,
+            place.readers or 1,
+            # The sidecar knows what was changed, and whether the resource allows it.
+            "" if self.spec_hash == welcome.spec_hash else self.spec_hash,
         )
         self._socket.send(attach, timeout_seconds=deadline - time.monotonic())
         self._last_seen = f"welcomed by data set {welcome.dataset!r}, attaching"

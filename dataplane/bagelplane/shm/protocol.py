@@ -125,6 +125,8 @@ class Attach(Message):
     resume: Resume = field(default_factory=Resume)
     readers: int = field(default=1, metadata={"added": True})
     """How many processes of the pod read this data-parallel rank, each as a local rank of its own."""
+    spec_hash: str = field(default="", metadata={"added": True})
+    """What the place to resume at belongs to, where that is another data set than the sidecar's `welcome` named."""
 
     def __post_init__(self) -> None:
         if not self.rank < self.world_size:

@@ -26,6 +26,7 @@ from bagelplane.engine.elastic import (
 from bagelplane.errors import SnapshotError
 from bagelplane.shm.protocol import Resume
 from bagelplane.sidecar.rank import Progress, StartingPoint
+from bagelplane.sidecar.snapshot_format import check_state_tables
 from bagelplane.sidecar.snapshots import Manifest, SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import in_thread
 
@@ -67,9 +68,18 @@ class ElasticRun:
         """The step at which a rank that is being served stands where `resume` says; None when it has none such."""
         if resume.mode == "latest":
             return progress.next_step
-        position = 0 if resume.mode == "none" else self._named(resume, progress.world_size)
+        position = 0 if resume.mode == "none" else self.position_of(resume, progress.world_size)
         steps, rest = divmod(position - progress.origin.offset, progress.world_size)
         return None if rest else steps
+
+    def position_of(self, resume: Resume, world_size: int) -> int:
+        """The position that a state, a position or a step names. SnapshotError for a state of another sharding."""
+        if resume.state is not None:
+            check_state_tables(resume.state, "of the trainer", "load the state of another checkpoint")
+            return check_state(resume.state, self.streams)
+        if resume.position is not None:
+            return resume.position
+        return (resume.step or 0) * world_size
 
     async def starting_point(
         self, rank: int, world_size: int, resume: Resume, progress: Mapping[int, Progress]
@@ -92,14 +102,6 @@ class ElasticRun:
 
     # -- inside
 
-    def _named(self, resume: Resume, world_size: int) -> int:
-        """The position that a state, a position or a step names."""
-        if resume.state is not None:
-            return check_state(resume.state, self.streams)
-        if resume.position is not None:
-            return resume.position
-        return (resume.step or 0) * world_size
-
     def _position(self, resume: Resume, world_size: int) -> tuple[int | None, bool]:
         """The position asked for (None: that of the newest snapshot), and whether a step named it."""
         if resume.mode == "none":
@@ -113,7 +115,7 @@ class ElasticRun:
             if not isinstance(self._resume, int) or self._left_in_part:
                 return None, False
             resume = Resume("step", self._resume)
-        return self._named(resume, world_size), resume.mode == "step"
+        return self.position_of(resume, world_size), resume.mode == "step"
 
     def _check_whole_steps(self, stands: int | None, world_size: int) -> None:
         """SnapshotError where steps of this world have no numbers, since it goes on in mid-round.

@@ -301,6 +301,21 @@ class SnapshotStore:
         state: dict[str, Any] = content["state"]
         return state
 
+    def check_place_of(self, spec_hash: str, step: int, topology: StreamTopology) -> None:
+        """SnapshotError unless a run may go on at `step` of another spec: at a snapshot of it, across what is allowed
+        to differ.
+        """
+        manifest = self.nearest(step, topology)
+        if manifest is None or (manifest.step, manifest.spec_hash) != (step, spec_hash):
+            found = f"that of {manifest.step}, spec hash {manifest.spec_hash[:16]}" if manifest else "none"
+            raise SnapshotError(
+                f"the trainer's state belongs to another spec, and no snapshot says what changed since step {step}",
+                got=found,
+                expected=f"a snapshot of {step}, spec hash {spec_hash[:16]}",
+                fix="resume at a snapshot (loader.snapshot() writes one where a checkpoint is saved), or with the "
+                "resource as it was then",
+            )
+
     def check_owner(self) -> None:
         """SnapshotError when the newest complete snapshot here belongs to another spec or is damaged."""
         self.nearest(None)

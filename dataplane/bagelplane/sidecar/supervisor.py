@@ -36,6 +36,7 @@ from bagelplane.sidecar.report import build_status
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.session import Session
 from bagelplane.sidecar.sizing import decode_threads
+from bagelplane.sidecar.snapshot_format import check_state_tables
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
 from bagelplane.sidecar.status import StatusServer
@@ -225,6 +226,7 @@ class Supervisor:
     async def attach(self, attach: Attach) -> tuple[RankServer, int]:
         """The rank's server, ready, and the reader's next step. Raises BagelplaneError; BusyError passes."""
         self._check_generation(attach)
+        attach = await self._check_spec(attach)
         async with self._lock_of(f"local rank {attach.local_rank}"), self._serving(attach):
             moved = await self._leave_other_ranks(attach)
             await self._stop_abandoned(room_for=0)
@@ -406,6 +408,8 @@ class Supervisor:
             return StartingPoint()
         if resume.mode == "state":
             assert resume.step is not None
+            assert resume.state is not None
+            check_state_tables(resume.state, "of the trainer", "load the state of another checkpoint")
             return StartingPoint(resume.step, resume.state, resume.step)
         progress = self._progress.get(rank)
         step = resume.step
@@ -443,6 +447,30 @@ class Supervisor:
                 fix="recreate the pod, so that trainer and sidecar come from one resource",
             )
             raise error
+
+    async def _check_spec(self, attach: Attach) -> Attach:
+        """Of a place of another spec, as a trainer's state names it: the snapshot there, if a run may go on from it."""
+        theirs, resume = attach.spec_hash, attach.resume
+        if theirs in ("", self.spec_hash):
+            return replace(attach, spec_hash="")
+        store = self._store
+        if store is None or not store.allowed or resume.mode in ("latest", "none"):
+            raise SnapshotError(
+                f"the trainer's state belongs to another data set than {self.dataset.metadata.name!r}, which is served",
+                got=f"spec hash {theirs[:16]}",
+                expected=f"spec hash {self.spec_hash[:16]}",
+                fix="use the resource that the run began with, or begin without a state; a change that is meant is to "
+                "be named in spec.resume.allowSpecChange",
+            )
+        topology = self.topology(attach.world_size)
+        if self._elastic is not None:
+            place = self._elastic.position_of(resume, attach.world_size)
+            resume = Resume("position", place // attach.world_size, position=place)
+        else:
+            place = _step_at(resume, attach.world_size) if resume.position is not None else resume.step or 0
+            resume = Resume("step", place)
+        await in_thread(lambda: store.check_place_of(theirs, place, topology))
+        return replace(attach, spec_hash="", resume=resume)
 
     async def _adopt_topology(self, attach: Attach) -> None:
         """Bagel sharding is bound to its topology: another one may only begin where nothing was taken yet."""
