@@ -14,7 +14,7 @@ import pytest
 
 from bagelplane.cli.explain import explain_pack
 from bagelplane.engine.rows import RowPlace
-from bagelplane.errors import DataError, SnapshotError, SpecError
+from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.lineage.explanation import PackTold, tell_pack
 from bagelplane.lineage.replay import PackAddress, Reader, Replay, address_of
 from bagelplane.lineage.search import search_row, start_search
@@ -150,21 +150,21 @@ def test_rows_of_a_whole_file_are_counted_over_its_row_groups() -> None:
     metadata = pq.ParquetFile(file).metadata
     first = metadata.row_group(0).num_rows
     assert start_search(dataset, f"file://{file}", first, None, 2).place == RowPlace(str(file), 1, 0)
-    with pytest.raises(DataError, match=r"has no row 99999.*Fix: rows count from 0"):
+    with pytest.raises(SpecError, match=r"has no row 99999.*Fix: rows count from 0"):
         start_search(dataset, str(file), 99999, None, 2)
-    with pytest.raises(DataError, match=r"no row 0 in row group 99.*row groups"):
+    with pytest.raises(SpecError, match=r"no row 0 in row group 99.*row groups"):
         start_search(dataset, str(file), 0, 99, 2)
     lines = recording.data / "vlm" / "train.jsonl"
-    with pytest.raises(DataError, match=r"has no line 99999"):
+    with pytest.raises(SpecError, match=r"has no line 99999"):
         start_search(dataset, str(lines), 99999, None, 2)
-    with pytest.raises(DataError, match="has lines, no row groups"):
+    with pytest.raises(SpecError, match="has lines, no row groups"):
         start_search(dataset, str(lines), 0, 0, 2)
 
 
 def test_a_file_that_no_group_reads_is_refused_with_one_that_is_read() -> None:
     dataset = resource_of(load_recording("a_default"))
     with pytest.raises(
-        DataError, match=r"no group of this resource reads /nowhere/x.parquet.*chunk-.*parquet"
+        SpecError, match=r"no group of this resource reads /nowhere/x.parquet.*chunk-.*parquet"
     ):
         start_search(dataset, "/nowhere/x.parquet", 0, None, 2)
 

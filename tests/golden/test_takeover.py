@@ -19,7 +19,7 @@ import yaml
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bagelplane.cli.app import main
-from bagelplane.errors import SnapshotError
+from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.packing.checkpoint import read_checkpoint
 from bagelplane.packing.takeover import states_of_ranks
 from bagelplane.sidecar.snapshot_format import StreamTopology
@@ -236,10 +236,10 @@ def test_files_of_two_steps_or_ranks_that_are_missing_are_refused(tmp_path: Path
     recording, _, files = checkpoint("state_a_default_rank0_after3", tmp_path, scratch)
     torch.save(own_state(recording, 1, 2, scratch), files[1])
     with pytest.raises(
-        SnapshotError, match=r"of different steps; got dataloader_dp_rank_0.pt: 3, .*rank_1.pt: 2"
+        SpecError, match=r"of different steps; got dataloader_dp_rank_0.pt: 3, .*rank_1.pt: 2"
     ):
         states_of_ranks(resource_of(recording), files)
-    with pytest.raises(SnapshotError, match=r"not one of each rank; got rank 0, 3; expected one .* 0 to 1"):
+    with pytest.raises(SpecError, match=r"not one of each rank; got rank 0, 3; expected one .* 0 to 1"):
         states_of_ranks(resource_of(recording), [files[0], files[1].rename(tmp_path / "rank3.pt")])
 
 

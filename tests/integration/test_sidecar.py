@@ -276,7 +276,7 @@ def test_a_rank_that_is_taken_waits_and_then_says_busy(start: Start) -> None:
 @pytest.mark.slow
 def test_the_deadline_names_the_holder_of_the_rank_though_attaching_was_tried_again(start: Start) -> None:
     sidecar = start(make_dataset(snapshots=None))
-    with RawClient(sidecar.directory) as holder, sidecar.reader(timeout_seconds=7) as reader:
+    with RawClient(sidecar.directory) as holder, sidecar.reader(timeout_seconds=3.5) as reader:
         assert isinstance(holder.attach(), Attached)
         with pytest.raises(ProtocolError, match=r"rank 0 is attached already, as local rank 0; got raw"):
             take(reader, 1)

@@ -211,7 +211,7 @@ def test_a_report_that_cannot_be_written_is_one_error(
         capsys, "check", resource_in(tmp_path, data), "--report", tmp_path / "no" / "report"
     )
     assert code == 2
-    assert "no/report cannot be written: No such file" in errors
+    assert "no/report cannot be written: there is no folder" in errors
 
 
 @pytest.mark.parametrize("count", [1, 7, 300])

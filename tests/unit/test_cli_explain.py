@@ -153,7 +153,7 @@ def test_the_pack_that_is_drawn_is_the_verified_one(
         (("explain", "--step", "1", "--world-size", "500"), 5, "fewer units than ranks"),
         (
             ("find", "--object", "nowhere.parquet", "--row", "1", "--steps", "2"),
-            5,
+            2,
             "no group of this resource",
         ),
         (("find", "--object", "nowhere.parquet", "--row", "1"), 2, "no snapshot that says how far.*--steps"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -20,9 +21,11 @@ from bagelplane.errors import ProtocolError, RingError, SpecError
 from bagelplane.sidecar import sizing
 from bagelplane.sidecar.control import encode_frame, receive_frame, send_frame
 from bagelplane.sidecar.rank import KEPT_STATES, Progress, RankFailedError, StartingPoint
+from bagelplane.sidecar.readers import BusyError
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.supervisor import SidecarSettings, Supervisor
+from bagelplane.sidecar.tally import Tally
 from bagelplane.spec_memory import largest_pack_bytes, ring_bytes
 from bagelplane.storage import StorageSettings, open_storage
 from tests.integration.sidecar_harness import as_another_user, make_dataset
@@ -52,6 +55,30 @@ def test_a_ring_without_room_for_a_rank_nobody_told_of_is_a_matter_of_the_ranks(
     assert "it was 2" in fix
     assert "nprocPerNode" in fix
     assert fix.endswith("enlarge the volume")
+
+
+def test_whatever_ranks_clients_name_a_supervisor_serves_and_remembers_a_bounded_number(
+    tmp_path: Path,
+) -> None:
+    async def attach_ranks_without_end(supervisor: Supervisor) -> None:
+        for number in range(2000):
+            async with supervisor._lock_of(f"local rank {number}"):
+                supervisor._remember(number, Progress(StartingPoint()), Tally())
+
+    with RunDirectory(tmp_path / "run") as directory:
+        settings = SidecarSettings(directory.path, local_ranks=1)
+        supervisor = Supervisor(make_dataset(snapshots=None), settings, directory)
+        served: Any = dict.fromkeys(range(63), object())
+        supervisor.servers = served
+        asyncio.run(attach_ranks_without_end(supervisor))
+        assert not supervisor._locks
+        for table in (supervisor._progress, supervisor._tallies):
+            assert set(table) >= {*range(63), *range(1744, 2000)}
+            assert len(table) == 63 + 256
+        supervisor._check_number()
+        served[63] = object()
+        with pytest.raises(BusyError, match="got 64 ranks; expected at most 64"):
+            supervisor._check_number()
 
 
 def test_threads_are_what_the_resource_says_else_the_cpus_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

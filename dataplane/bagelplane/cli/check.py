@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bagelplane.cli.output import Format, FormatOption, print_json, print_line, print_note
+from bagelplane.cli.output import Format, FormatOption, check_output, print_json, print_line, print_note
 from bagelplane.cli.validate import check_file
 from bagelplane.errors import BagelplaneError, SpecError
 from bagelplane.settings import storage_settings
@@ -41,7 +41,7 @@ class Check:
         """Looks at the resource, then at what it names. The exit code: that of the first problem, else 0."""
         verdict = check_file(file)
         for problem in verdict.problems:
-            what = f"{problem.path}: {problem.what}" if problem.loc else problem.what
+            what = f"{problem.path}: {problem.what}" if problem.loc else f"{file} {problem.what}"
             line = f" (line {problem.line})" if problem.line else ""
             self._spec_problems.append(
                 {"what": what + line, "got": problem.got, "expected": "", "fix": problem.fix}
@@ -100,6 +100,7 @@ def check(
 
     Example: bagelplane check dataset.yaml --world-size 64
     """
+    check_output(report)
     looking = Check(report)
 
     def terminate(*_: object) -> None:

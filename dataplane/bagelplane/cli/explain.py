@@ -14,6 +14,7 @@ from bagelplane.cli.output import (
     DecodeThreadsOption,
     Format,
     FormatOption,
+    check_output,
     print_json,
     print_line,
     print_note,
@@ -94,6 +95,8 @@ def explain(
         bagelplane explain dataset.yaml --position 9875 --picture pack.png
         bagelplane explain dataset.yaml --step 1234 -o json | jq '.samples[].object'
     """
+    check_output(picture)
+    fonts = Fonts.load(font) if picture is not None else None
     dataset = load_dataset(resource)
     refuse_unsupported(dataset, str(resource))
     store = None if from_start else open_snapshot_store(dataset)
@@ -106,10 +109,10 @@ def explain(
         print_json(explained.as_json())
     else:
         explained.print_tables()
-    if picture is not None:
+    if picture is not None and fonts is not None:
         shown = cards_of_plan(dataset, explained.plan, address.step)
         title = f"{dataset.metadata.name}: {address}"
-        write_sheet([shown], picture, title=title, fonts=Fonts.load(font))
+        write_sheet([shown], picture, title=title, fonts=fonts)
         print_note(f"wrote {picture}")
 
 

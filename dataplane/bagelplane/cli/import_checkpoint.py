@@ -39,18 +39,19 @@ def import_checkpoint(
 
     Example: bagelplane snapshots import checkpoint/dataloader_rank_*.pt dataset.yaml
     """
-    try:
-        from bagelplane.packing.takeover import states_of_ranks, write_snapshot
-    except ModuleNotFoundError as error:
-        raise SpecError(
-            f"checkpoints of Automodel are read with {error.name}, which is not installed here",
-            fix="install bagelplane[torch], or run this where the trainer runs",
-        ) from None
     dataset = load_dataset(resource)
     refuse_unsupported(dataset, str(resource))
     store = open_snapshot_store(dataset)
     if store is None:
         raise SpecError(f"{resource} names no place for snapshots", fix="set spec.snapshots.uri")
+    try:
+        from bagelplane.packing.takeover import check_empty, states_of_ranks, write_snapshot
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"checkpoints of Automodel are read with {error.name}, which is not installed here",
+            fix="install bagelplane[torch], or run this where the trainer runs",
+        ) from None
+    check_empty(store)
     step, states = states_of_ranks(dataset, files, check_seeds=seed_check)
     uri = write_snapshot(store, dataset, step, states)
     kept = sum(

@@ -6,10 +6,12 @@ JSON is one document for a command, its keys are stable. Tables are for people a
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +29,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from bagelplane.errors import SpecError
+
 _UNBOUNDED = 10_000
 
 
@@ -42,6 +46,21 @@ FormatOption = Annotated[
     typer.Option("--output", "-o", help="table for people, json for programs (one document on stdout)."),
 ]
 DecodeThreadsOption = Annotated[int, typer.Option(help="Decode threads.", min=1)]
+
+
+def check_output(path: Path | None) -> None:
+    """Before the work, SpecError for a file that could not be written after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        problem = "a folder of that name is there"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "Permission denied"
+    else:
+        return
+    raise SpecError(f"{path} cannot be written: {problem}", fix="name a path in a folder of yours")
 
 
 def print_json(document: Any) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from bagelplane.cli.output import Format, FormatOption, print_json, print_note, progress
+from bagelplane.cli.output import Format, FormatOption, check_output, print_json, print_note, progress
 from bagelplane.engine.elastic import check_world_size
 from bagelplane.engine.planner import PackPlan
 from bagelplane.errors import SpecError
@@ -61,6 +61,7 @@ def plan(
         bagelplane plan dataset.yaml --packs 5000 --rank 3 --world-size 8 --png plan.png
         bagelplane plan dataset.yaml -o json | jq .fill
     """
+    check_output(png)
     dataset = load_dataset(resource)
     refuse_unsupported(dataset, str(resource))
     topology = checked_topology(dataset, rank, world_size)

@@ -12,7 +12,7 @@ import typer
 from PIL import Image
 from tokenizers import Tokenizer
 
-from bagelplane.cli.output import DecodeThreadsOption, print_note
+from bagelplane.cli.output import DecodeThreadsOption, check_output, print_note
 from bagelplane.cli.plan import checked_topology, plans
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.raw_samples import RawPixels
@@ -54,6 +54,7 @@ def preview(
         bagelplane preview dataset.yaml -o preview.png
         bagelplane preview dataset.yaml --packs 1 --start 250 --rank 3 --world-size 8
     """
+    check_output(output)
     dataset = load_dataset(resource)
     refuse_unsupported(dataset, str(resource))
     topology = checked_topology(dataset, rank, world_size)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -84,8 +84,9 @@ def show_snapshot(
 
     Example: bagelplane snapshots show s3://bucket/snapshots/ 1200 -o json
     """
+    wanted: int | Literal["latest"] = "latest" if step == "latest" else _parse_step(step)
     store = open_store(target, endpoint_url)
-    manifest = store.load("latest" if step == "latest" else _parse_step(step))
+    manifest = store.load(wanted)
     if manifest is None:
         raise SnapshotError(f"no complete snapshot below {store.uri}", fix="check the address")
     states = [store.load_state(manifest, rank) for rank in range(manifest.topology.world_size)]
@@ -130,6 +131,8 @@ def diff_snapshots(
 
     Example: bagelplane snapshots diff dataset.yaml latest
     """
+    for which in (before, after):
+        _check_side(target, which)
     store = open_store(target, endpoint_url)
     old, new = _side(store, target, before), _side(store, target, after)
     changes = [
@@ -286,12 +289,15 @@ class _Side:
     manifest: Manifest | None
 
 
+def _check_side(target: str, which: str) -> None:
+    if which == "now" and not Path(target).is_file():
+        raise SpecError("now is the resource as it is", got=f"the URI {target}", fix="give the resource file")
+    if which not in ("now", "latest"):
+        _parse_step(which)
+
+
 def _side(store: SnapshotStore, target: str, which: str) -> _Side:
     if which == "now":
-        if not Path(target).is_file():
-            raise SpecError(
-                "now is the resource as it is", got=f"the URI {target}", fix="give the resource file"
-            )
         dataset = load_dataset(target)
         return _Side(store.spec, take_fingerprint(dataset, open_storage(storage_settings(dataset))), None)
     reader = store.for_any_spec()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.rows import RowPlace
-from bagelplane.errors import DataError
+from bagelplane.errors import SpecError
 from bagelplane.lineage.explanation import describe_reason
 from bagelplane.lineage.replay import OnProgress, PackAddress, Reader, Replay
 from bagelplane.settings import StreamSettings, units_of
@@ -73,7 +73,7 @@ def start_search(
 ) -> Search:
     """Find the row in the data. Without `row_group` a Parquet file's rows are counted from its first on.
 
-    Raises DataError when the resource reads no such file, or the file has no such row.
+    Raises SpecError when the resource reads no such file, or the file has no such row.
     """
     check_sources(dataset, world_size)
     settings = StreamSettings.from_resource(dataset)
@@ -152,7 +152,7 @@ def _spelling_of(settings: StreamSettings, object_uri: str) -> str:
         return found[0]
     name = object_uri.rpartition("/")[2]
     alike = sorted(file for file in files if file.rpartition("/")[2] == name) or sorted(files)
-    raise DataError(
+    raise SpecError(
         f"no group of this resource reads {object_uri}",
         got=f"{len(files)} files that are read, among them {', '.join(alike[:3])}",
         expected="a Parquet or JSONL file of one of its data sets",
@@ -171,10 +171,10 @@ def _place_of(storage: Storage, uri: str, row: int, row_group: int | None) -> Ro
     if uri.endswith(".parquet"):
         return _parquet_place(uri, rows_by_group(storage, uri), row, row_group)
     if row_group is not None:
-        raise DataError(f"{uri} has lines, no row groups", fix="leave --row-group out")
+        raise SpecError(f"{uri} has lines, no row groups", fix="leave --row-group out")
     count = count_lines(storage, uri)
     if row >= count:
-        raise DataError(f"{uri} has no line {row}", got=f"{count} lines", fix="lines count from 0")
+        raise SpecError(f"{uri} has no line {row}", got=f"{count} lines", fix="lines count from 0")
     return RowPlace(uri, None, row)
 
 
@@ -183,7 +183,7 @@ def _parquet_place(uri: str, counts: Sequence[int], row: int, row_group: int | N
         if row_group < len(counts) and row < counts[row_group]:
             return RowPlace(uri, row_group, row)
         rows = f"{counts[row_group]} rows in it" if row_group < len(counts) else f"{len(counts)} row groups"
-        raise DataError(
+        raise SpecError(
             f"{uri} has no row {row} in row group {row_group}",
             got=rows,
             fix="rows and row groups count from 0",
@@ -193,7 +193,7 @@ def _parquet_place(uri: str, counts: Sequence[int], row: int, row_group: int | N
         if below < count:
             return RowPlace(uri, number, below)
         below -= count
-    raise DataError(
+    raise SpecError(
         f"{uri} has no row {row}",
         got=f"{sum(counts)} rows in {len(counts)} row groups",
         fix="rows count from 0",

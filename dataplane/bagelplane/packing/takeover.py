@@ -58,7 +58,7 @@ def states_of_ranks(
         states.append(_RankReader(dataset, settings, topology, check_seeds).state(read_checkpoint(path)))
     steps = [int(state["step"]) for state in states]
     if len(set(steps)) > 1:
-        raise SnapshotError(
+        raise SpecError(
             "the files are of different steps",
             got=", ".join(f"{path.name}: {step}" for path, step in zip(files, steps, strict=True)),
             expected="one checkpoint of all ranks",
@@ -71,6 +71,27 @@ def write_snapshot(
     store: SnapshotStore, dataset: BagelDataset, step: int, states: Sequence[Mapping[str, Any]]
 ) -> str:
     """Write the states of all ranks as a snapshot; its URI. SnapshotError unless the store is empty."""
+    check_empty(store)
+    for rank, state in enumerate(states):
+        size = len(json.dumps(state))
+        if size > MAX_OBJECT_BYTES:
+            raise SnapshotError(
+                f"the state of rank {rank} is too large for a snapshot",
+                got=f"{size / 1e6:,.0f} MB, nearly all of it pixels of buffered samples",
+                expected=f"at most {MAX_OBJECT_BYTES / 1e6:,.0f} MB",
+                fix="check that data and resource are that run's, so that buffered rows can be found again; or use "
+                "a checkpoint with fewer buffered samples",
+            )
+    topology = StreamTopology(len(states), dataset.spec.sharding.workers_per_rank)
+    for rank, state in enumerate(states):
+        store.write_rank(step, rank, topology, state)
+    written = store.load(step, topology)
+    assert written is not None
+    return written.uri
+
+
+def check_empty(store: SnapshotStore) -> None:
+    """SnapshotError where a snapshot of what was taken over would not be all of the history."""
     found = store.entries()
     if found:
         raise SnapshotError(
@@ -88,22 +109,6 @@ def write_snapshot(
             expected="an empty place: that run would not go on from here",
             fix="give the resource a snapshots.uri of its own, and import before the first sidecar starts",
         )
-    for rank, state in enumerate(states):
-        size = len(json.dumps(state))
-        if size > MAX_OBJECT_BYTES:
-            raise SnapshotError(
-                f"the state of rank {rank} is too large for a snapshot",
-                got=f"{size / 1e6:,.0f} MB, nearly all of it pixels of buffered samples",
-                expected=f"at most {MAX_OBJECT_BYTES / 1e6:,.0f} MB",
-                fix="check that data and resource are that run's, so that buffered rows can be found again; or use "
-                "a checkpoint with fewer buffered samples",
-            )
-    topology = StreamTopology(len(states), dataset.spec.sharding.workers_per_rank)
-    for rank, state in enumerate(states):
-        store.write_rank(step, rank, topology, state)
-    written = store.load(step, topology)
-    assert written is not None
-    return written.uri
 
 
 def _check_resource(dataset: BagelDataset) -> None:
@@ -125,12 +130,19 @@ def _check_resource(dataset: BagelDataset) -> None:
 
 
 def _in_order(paths: Sequence[Path]) -> list[Path]:
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise SpecError(
+            "a checkpoint file is missing",
+            got=f"no file {missing[0]}",
+            fix="give the data loader's file of each rank, and the resource last",
+        )
     numbers = [match and int(match[1]) for match in (_RANK_IN_NAME.search(path.name) for path in paths)]
     if None in numbers:
         return list(paths)
     by_rank = dict(zip(numbers, paths, strict=True))
     if set(by_rank) != set(range(len(paths))):
-        raise SnapshotError(
+        raise SpecError(
             "the files are not one of each rank",
             got=f"rank {', '.join(map(str, numbers))}",
             expected=f"one file each of ranks 0 to {len(paths) - 1}",

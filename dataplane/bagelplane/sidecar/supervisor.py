@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from bagelplane.errors import (
     BagelplaneError,
@@ -48,8 +49,14 @@ from bagelplane.spec_memory import ring_bytes
 _GOODBYE_SECONDS = 0.5
 _WATCH_SECONDS = 2.0
 _LEASE_END_SECONDS = 1.0
-TAKE_OVER_SECONDS = 5.0
-"""How long a reader waits for the end of the one before it, and for others that are in its way."""
+_TAKE_OVER_SECONDS = 1.0
+"""How long a reader waits for the end of the one before it, and for others that are in its way, until it hears of it.
+Clients come again by themselves."""
+_ROOM_SECONDS = 5.0
+_MAX_RANKS = 64
+"""Producers at once, unless more were expected: each takes a process and a ring."""
+_KNOWN_RANKS = 256
+"""Ranks that something is kept of."""
 _ADMISSION_SECONDS = 0.05
 
 log = logging.getLogger(__name__)
@@ -109,7 +116,7 @@ class Supervisor:
         self._elastic: ElasticRun | None = None  # with Bagel sharding there is nothing to know beyond ranks
         self._known_bad: dict[str, str] = {}
         self._wanted_steps: set[int] = set()
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._attaching: dict[int, int] = {}  # ranks that are on their way, by local rank
         self._topology_lock = asyncio.Lock()
         self._sessions: dict[Session, asyncio.Task[None]] = {}
@@ -246,7 +253,10 @@ class Supervisor:
                 return server, step
 
     def _lock_of(self, what: str) -> asyncio.Lock:
-        return self._locks.setdefault(what, asyncio.Lock())
+        lock = self._locks.get(what)
+        if lock is None:
+            lock = self._locks[what] = asyncio.Lock()
+        return lock
 
     @contextlib.asynccontextmanager
     async def _serving(self, attach: Attach) -> AsyncIterator[None]:
@@ -281,7 +291,7 @@ class Supervisor:
             listener = server.listeners.get(attach.local_rank)
             if isinstance(listener, Session):
                 try:
-                    await asyncio.wait_for(listener.closed.wait(), TAKE_OVER_SECONDS)
+                    await asyncio.wait_for(listener.closed.wait(), _TAKE_OVER_SECONDS)
                 except TimeoutError:
                     raise server.readers.taken(attach.local_rank) from None
             if server.rank != attach.rank:
@@ -293,7 +303,7 @@ class Supervisor:
 
         Waits for other readers that are in the way, and then raises BusyError.
         """
-        deadline = time.monotonic() + TAKE_OVER_SECONDS
+        deadline = time.monotonic() + _TAKE_OVER_SECONDS
         while True:
             server = self.servers.get(attach.rank)
             if server is None or server.phase not in ("starting", "ready"):
@@ -321,7 +331,7 @@ class Supervisor:
 
     async def _await_room(self) -> None:
         """Waits a moment while ranks come in another order: rings whose readers all left are as good as new ones."""
-        deadline = time.monotonic() + TAKE_OVER_SECONDS
+        deadline = time.monotonic() + _ROOM_SECONDS
         while len(self.servers) >= self.settings.local_ranks and time.monotonic() < deadline:
             if any(not server.readers.cursors for server in self.servers.values()):
                 return
@@ -350,6 +360,7 @@ class Supervisor:
         if (old := self.servers.pop(attach.rank, None)) is not None:
             await old.stop()
         await self._stop_abandoned(room_for=1)
+        self._check_number()
         origin = await self._starting_point(attach.rank, attach.resume, topology)
         if self._stop.is_set():
             # Nobody would end what begins now: those that attach may have waited until after the others' end.
@@ -358,7 +369,9 @@ class Supervisor:
             raise RankStoppedError(
                 "another topology was adopted meanwhile", got=str(topology), fix="attach again"
             )
-        progress = self._progress[attach.rank] = Progress(origin, attach.world_size)
+        progress = Progress(origin, attach.world_size)
+        tally = self._tallies.pop(attach.rank, None) or Tally()
+        self._remember(attach.rank, progress, tally)
         local_ranks = max(self.settings.local_ranks, len(self.servers) + 1)
         ring_number = self._free_ring_number()
 
@@ -384,7 +397,7 @@ class Supervisor:
         server = RankServer(
             build_setup,
             progress,
-            self._tallies.setdefault(attach.rank, Tally()),
+            tally,
             readers=attach.readers,
             on_acknowledged=self._after_acknowledge,
             on_known_bad=self._known_bad.update,
@@ -393,6 +406,27 @@ class Supervisor:
         self._admitted(server, replace(attach, resume=Resume("latest")))
         log.info("rank %d: starting at step %d of %s", attach.rank, origin.target_step, topology)
         return server
+
+    def _check_number(self) -> None:
+        """BusyError for one rank more than a machine has: clients name whatever ranks they like."""
+        most = max(_MAX_RANKS, self.settings.local_ranks)
+        if len(self.servers) >= most:
+            raise BusyError(
+                "this sidecar serves as many data-parallel ranks as it may",
+                got=f"{len(self.servers)} ranks",
+                expected=f"at most {most}",
+                fix="end trainer processes that are not needed, or say how many ranks this machine has: --ranks",
+            )
+
+    def _remember(self, rank: int, progress: Progress, tally: Tally) -> None:
+        """The last ones that were begun, and all that are served."""
+        self._progress.pop(rank, None)
+        self._progress[rank], self._tallies[rank] = progress, tally
+        known: tuple[dict[int, Any], ...] = (self._progress, self._tallies)
+        for table in known:
+            for old in list(table)[:-_KNOWN_RANKS]:
+                if old not in self.servers:
+                    del table[old]
 
     def _free_ring_number(self) -> int:
         taken = {server.ring_number for server in self.servers.values()}
