@@ -17,7 +17,7 @@ import pytest
 from bagelplane.errors import SnapshotError
 from bagelplane.sidecar.lease import Identity, LeaseTimes, RunLease, RunTakenError
 from bagelplane.sidecar.retention import Retention
-from bagelplane.sidecar.runs import Lineage
+from bagelplane.sidecar.runs import Lineage, RunFolder
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.whereabouts import Whereabouts
 from bagelplane.storage import StorageSettings, open_storage
@@ -124,6 +124,18 @@ def test_pods_of_one_job_are_one_run_and_wait_for_nothing(world: World) -> None:
     first.write_rank(10, 0, TWO_RANKS, {})
     second.write_rank(10, 1, TWO_RANKS, {})
     assert complete(world.store()) == [10]
+
+
+def test_a_snapshot_costs_two_listings_of_runs_however_many_ranks_it_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, looks = world.begin("host-a", ranks=range(8)), []
+    look = RunFolder.look
+    monkeypatch.setattr(RunFolder, "look", lambda folder: looks.append(folder) or look(folder))
+    for count, step in enumerate((10, 20), 1):
+        write(store, step, topology=StreamTopology(8, 1))
+        assert len(looks) == 2 * count, "one before the states, one before the manifest"
+    assert complete(world.store()) == [10, 20]
 
 
 def test_without_a_name_for_the_job_sidecars_are_one_run_as_long_as_their_ranks_differ(world: World) -> None:
@@ -288,7 +300,7 @@ def test_what_a_stale_writer_had_under_way_is_not_of_the_history(world: World) -
     stale = world.begin("host-a", ranks=[0])
     write(stale, 10)
     looked = lease_of(stale).verify
-    lease_of(stale).verify = lambda rank=None: None  # type: ignore[method-assign]  # it looked, and was paused then
+    lease_of(stale).verify = lambda rank=None, step=None: None  # type: ignore[method-assign]  # it looked, and was paused then
     fresh = world.begin("host-b", ranks=[0])
     write(stale, 20)
     assert world.store().nearest(None) == fresh.load(10)

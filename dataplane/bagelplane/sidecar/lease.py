@@ -148,6 +148,8 @@ class RunLease:
         self.problem: SnapshotError | None = None
         """Why this sidecar writes no more."""
         self._claims: set[int] = set()
+        self._looked: tuple[int | None, Register] | None = None
+        """The last look before a write, and of which step."""
         self._counter = 0
         self._told: list[int] = []
         self._version = ""
@@ -349,9 +351,15 @@ class RunLease:
         """Whether the rank was claimed, and not lost as far as is known."""
         return rank in self._claims
 
-    def verify(self, rank: int | None = None) -> None:
-        """SnapshotError when another run, or another sidecar of this rank, has taken over: nothing may be written."""
-        register = self._look()
+    def verify(self, rank: int | None = None, *, step: int | None = None) -> None:
+        """SnapshotError when another run, or another sidecar of this rank, has taken over: nothing may be written.
+
+        All ranks' states of one `step` are written after one look.
+        """
+        known = self._looked
+        if step is None or known is None or known[0] != step or self.problem is not None:
+            self._looked = known = step, self._look()
+        register = known[1]
         held = register.claims.get((self.run.number, rank)) if rank is not None else None
         if held is not None and (owner := self._folder.claimant(held)) != self.member:
             raise SnapshotError(

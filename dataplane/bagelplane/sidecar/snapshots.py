@@ -104,7 +104,7 @@ class SnapshotStore:
         if not self.spec_hash:
             raise ValueError("a store without a spec hash is for reading")
         if self.lease is not None:
-            self.lease.verify(rank)
+            self.lease.verify(rank, step=step)
         manifest = self._manifest_at(step, self.step_uri(step))
         if manifest is not None:
             self._check_owner(manifest, topology)
