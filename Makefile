@@ -75,7 +75,7 @@ soak: .venv/ready ## 400 rounds of kills, 200,000 packs, a million damaged input
 	$(call stage,memory,$(PY) -m tests.soak.memory --packs 200000 --chart soak-out/memory.png)
 	$(call stage,fuzzing,$(PY) -m tests.soak.fuzz --inputs 1000000)
 
-demo: .venv/ready ## data over S3 into two trainers, a kill, a resume, the same bits
+demo: .venv/ready ## data over S3 into two trainers, a kill, a resume, another world size, the same bits
 	@.venv/bin/bagelplane demo
 
 verify: .venv/ready ## generated files are what the sources say

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from bagelplane.cli.app import main
-from bagelplane.cli.demo import RESOURCE, Comparison, Demo
+from bagelplane.cli.demo import RESOURCE, Demo
+from bagelplane.cli.demo_comparison import Comparison, Ranks
 from bagelplane.cli.demo_processes import Child, DemoError
 from bagelplane.cli.demo_reference import undisturbed_packs
 from bagelplane.cli.demo_trainer import Taken, describe, read_taken
@@ -82,27 +86,29 @@ def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_demo_compares_every_bit_and_leaves_only_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     process = start_demo(folder, "--packs", "50")
-    out, err = process.communicate(timeout=110)
+    out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     assert err == ""
     for words in (
         "killed all three with SIGKILL",
         "both resumed at step",
+        "one rank alone went on with packs 20 to 39",
         "Every bit agrees.",
         "drew preview.png",
     ):
         assert words in out
-    compared = re.search(r"(\d+) packs \((\d+) of them once more after the kill\)", out)
+    compared = re.search(r"(\d+) packs \((\d+) of them once more after the kill, 40 on changing ranks\)", out)
     assert compared is not None
-    assert int(compared[1]) == 2 * 50 + int(compared[2])
+    assert int(compared[1]) == 2 * 50 + int(compared[2]) + 40
     for name in ("preview.png", "plan.png"):
         with Image.open(folder / name) as image:
             assert image.format == "PNG"
     assert processes_about(folder) == []
-    assert len(run_directories(folder)) == 2
+    assert len(run_directories(folder)) == 4
     assert not any(path.exists() for path in run_directories(folder))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
@@ -147,6 +153,38 @@ def test_one_different_array_is_found_and_fails_the_demo(tmp_path: Path) -> None
     with ExitStack() as cleanup, pytest.raises(DemoError, match="the bits differ in 2 places") as raised:
         Demo(tmp_path, 50, cleanup)._finish(comparison)
     assert raised.value.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"steps": range(20, 39)}, ["took packs"]),
+        ({"digest": "other"}, ["pack 39 of the run, pack 39: a"]),
+    ],
+)
+def test_packs_on_changing_ranks_are_held_against_the_run_s_one_order(
+    tmp_path: Path, change: dict[str, Any], said: list[str]
+) -> None:
+    def write(name: str, packs: Iterable[tuple[int, int]], last: str = "") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        lines = [Taken(step, {"a": str(number)}, bits=8, tokens=1) for step, number in packs]
+        if last:
+            lines[-1].digests["a"] = last
+        path.write_text("".join(json.dumps(asdict(line)) + "\n" for line in lines))
+        return path
+
+    with ExitStack() as cleanup:
+        demo, comparison = Demo(tmp_path, 50, cleanup), Comparison()
+        write("taken/x", [])
+        write("taken/in-order/rank-0.jsonl", [(number, number) for number in range(40)])
+        two = [write(f"{rank}", [(step, 2 * step + rank) for step in range(10)]) for rank in (0, 1)]
+        steps = change.get("steps", range(20, 40))
+        one = write("one", [(step, step) for step in steps], change.get("digest", ""))
+        demo._compare_in_order(comparison, Ranks([], two), Ranks([], [one]))
+    assert len(comparison.differences) == len(said)
+    assert all(words in found for words, found in zip(said, comparison.differences, strict=True))
 
 
 def test_digest_sees_values_shapes_and_types() -> None:

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -22,9 +21,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from bagelplane.cli.demo_comparison import Comparison, Ranks
 from bagelplane.cli.demo_processes import Child, DemoError, wait_until
 from bagelplane.cli.demo_server import S3Endpoint, serve_folder
-from bagelplane.cli.demo_trainer import Taken, read_taken
+from bagelplane.cli.demo_trainer import read_taken
 from bagelplane.cli.plan import make_forecast
 from bagelplane.demo_data import Made, make_data_set
 from bagelplane.errors import SpecError
@@ -38,7 +38,12 @@ SNAPSHOT_EVERY = 10
 _BUCKET = "bagel"
 _MARK = ".made-by-bagelplane-demo"
 _PLANNED, _SHOWN = 200, 3
+STREAMS = 4
+_ELASTIC_PACKS = 20
+"""Of the run whose world size changes: by two ranks together, and by the one that goes on."""
 _RUN_DIRECTORY_BYTES = 64 * 1024 * 1024
+
+_BAGEL, _ELASTIC = "{mode: Bagel, workersPerRank: 0}", f"{{streams: {STREAMS}}}"
 
 RESOURCE = """\
 # Made by `bagelplane demo`: three groups of pictures, edits and conversations, small enough for a laptop.
@@ -87,11 +92,13 @@ def demo(
         typer.Option(help="Packs that each rank takes in all; the kill comes half-way.", min=30, max=10_000),
     ] = 80,
 ) -> None:
-    """See it all work, on this machine alone: data over S3 into two trainers, a kill, a resume, the same bits.
+    """See it all work, on this machine alone: data over S3 into two trainers, a kill, a resume, another
+    world size, the same bits.
 
     Makes a small data set with the faults of real ones, serves it over S3 (rclone, on 127.0.0.1), runs the
     sidecar and two trainer ranks, kills all three with SIGKILL, starts them again, and compares every array of
-    every pack with a run that nothing disturbed. Then draws the packs and a forecast of them.
+    every pack with a run that nothing disturbed. Has one rank continue another run that two began. Then draws the
+    packs and a forecast of them.
 
     Ends with 1 when a single bit differs. Leaves nothing but its folder.
 
@@ -104,39 +111,6 @@ def demo(
         Demo(directory.absolute(), packs, cleanup).run()
 
 
-@dataclass(slots=True)
-class Ranks:
-    """The two trainers of one attempt, and where they write what they took."""
-
-    children: list[Child]
-    outputs: list[Path]
-
-    def taken(self) -> list[list[Taken]]:
-        return [read_taken(path) for path in self.outputs]
-
-
-@dataclass(slots=True)
-class Comparison:
-    """What came out of comparing packs with those of the undisturbed run."""
-
-    packs: int = 0
-    twice: int = 0
-    """Packs that were taken before the kill and, since no snapshot covered them, once more after it."""
-    arrays: int = 0
-    bits: int = 0
-    differences: list[str] = field(default_factory=list)
-
-    def add(self, who: str, taken: Taken, expected: Taken) -> None:
-        self.packs += 1
-        self.arrays += len(expected.digests)
-        self.bits += expected.bits
-        if list(taken.digests) != list(expected.digests):
-            self.differences.append(f"{who}, pack {taken.step}: keys {list(taken.digests)}")
-            return
-        different = [key for key, digest in expected.digests.items() if taken.digests[key] != digest]
-        self.differences += [f"{who}, pack {taken.step}: {key}" for key in different]
-
-
 class Demo:
     """The story, step by step. `cleanup` ends all that is started."""
 
@@ -146,6 +120,7 @@ class Demo:
         self._resource, self._local = folder / "dataset.yaml", folder / "dataset-local.yaml"
         self._logs, self._taken = folder / "logs", folder / "taken"
         self._undisturbed = self._taken / "undisturbed"
+        self._elastic, self._in_order = folder / "dataset-elastic.yaml", self._taken / "in-order"
         self._console = Console(highlight=False)
         self._started = time.monotonic()
 
@@ -164,16 +139,19 @@ class Demo:
         )
         self._say(f"serving them over S3 at {endpoint.url} (rclone serve s3)")
         self._write_resources(endpoint, made)
-        reference = self._start_undisturbed()
+        references = self._start_undisturbed()
         store = open_snapshot_store(load_dataset(self._resource))
         assert store is not None
         before = self._run_and_kill(store)
         after = self._resume(store)
         drops = self._drops(store)
-        with self._console.status("waiting for the undisturbed run"):
-            reference.wait(120)
-        comparison = self._compare(before, after)
         self._say_drops(drops)
+        two, one = self._change_world_size()
+        with self._console.status("waiting for the undisturbed runs"):
+            for reference in references:
+                reference.wait(120)
+        comparison = self._compare(before, after)
+        self._compare_in_order(comparison, two, one)
         self._draw()
         self._finish(comparison)
 
@@ -190,7 +168,7 @@ class Demo:
         try:
             if self._folder.exists():
                 shutil.rmtree(self._folder)
-            for path in (self._data, self._logs, self._undisturbed):
+            for path in (self._data, self._logs, self._undisturbed, self._in_order):
                 path.mkdir(parents=True)
             mark.touch()
         except OSError as error:
@@ -208,20 +186,37 @@ class Demo:
         )
         self._resource.write_text(served, encoding="utf-8")
         # The same data as files: for the undisturbed run, and to play with when the server is gone.
-        local = RESOURCE.format(data=f"file://{made.folder}", storage="", snapshots="")
-        self._local.write_text(local, encoding="utf-8")
-
-    def _start_undisturbed(self) -> Child:
-        arguments = [str(self._local), str(self._undisturbed), str(WORLD_SIZE), str(self._packs)]
-        child = Child(
-            "the undisturbed run", "bagelplane.cli.demo_reference", arguments, log=self._log("undisturbed")
+        local = RESOURCE.format(
+            data=f"file://{made.folder}",
+            storage="",
+            snapshots=f"  snapshots: {{uri: 'file://{self._folder}/snapshots', everySteps: {SNAPSHOT_EVERY}}}\n",
         )
-        return self._cleanup.enter_context(child)
+        self._local.write_text(local, encoding="utf-8")
+        elastic = served.replace("/snapshots'", "/snapshots-elastic'").replace(_BAGEL, _ELASTIC)
+        self._elastic.write_text(elastic, encoding="utf-8")
+        (self._in_order / "dataset.yaml").write_text(local.replace(_BAGEL, _ELASTIC), encoding="utf-8")
+
+    def _start_undisturbed(self) -> list[Child]:
+        """Of both runs. The second one's packs come in one order, whatever the world size: one rank makes them all."""
+        runs = (
+            (self._local, self._undisturbed, WORLD_SIZE, self._packs),
+            (self._in_order / "dataset.yaml", self._in_order, 1, 2 * _ELASTIC_PACKS),
+        )
+        children = [
+            Child(
+                "the undisturbed run",
+                "bagelplane.cli.demo_reference",
+                [str(resource), str(folder), str(world_size), str(packs)],
+                log=self._log(folder.name),
+            )
+            for resource, folder, world_size, packs in runs
+        ]
+        return [self._cleanup.enter_context(child) for child in children]
 
     def _run_and_kill(self, store: SnapshotStore) -> Ranks:
         """The first attempt: until half of the packs are taken, and one snapshot lies well behind."""
         run_directory = self._new_run_directory()
-        sidecar = self._start_sidecar(run_directory)
+        sidecar = self._start_sidecar(run_directory, self._resource)
         # However fast they are, they leave something to be done after the kill.
         ranks = self._start_ranks(run_directory, "before", str(self._packs - SNAPSHOT_EVERY), "hold")
         self._say(
@@ -260,7 +255,7 @@ class Demo:
         """The second attempt: nothing but the stored snapshot is left of the first."""
         latest = max(entry.step for entry in _complete(store))
         run_directory = self._new_run_directory()
-        sidecar = self._start_sidecar(run_directory)
+        sidecar = self._start_sidecar(run_directory, self._resource)
         ranks = self._start_ranks(run_directory, "after", str(self._packs))
         self._say(f"started all again (sidecar {sidecar.pid}, ranks {_pids(ranks)})")
         with self._console.status(f"training on to pack {self._packs}"):
@@ -280,20 +275,48 @@ class Demo:
         sidecar.stop()
         return ranks
 
-    def _start_sidecar(self, run_directory: Path) -> Child:
-        arguments = ["run", str(self._resource), "--dir", str(run_directory), "--ranks", str(WORLD_SIZE)]
+    def _change_world_size(self) -> tuple[Ranks, Ranks]:
+        """Another run, whose packs are shared out by streams: one rank continues what two began."""
+        attempts = []
+        for world_size, until in ((2, _ELASTIC_PACKS // 2), (1, 2 * _ELASTIC_PACKS)):
+            run_directory = self._new_run_directory()
+            sidecar = self._start_sidecar(run_directory, self._elastic, world_size)
+            ranks = self._start_ranks(run_directory, f"of-{world_size}", str(until), world_size=world_size)
+            with self._console.status(f"another run, on {world_size} of its ranks"):
+                for child in ranks.children:
+                    child.wait(120)
+                sidecar.stop()  # with a snapshot
+            attempts.append(ranks)
+        two, one = attempts
+        began = one.taken()[0][0].step
+        if began != _ELASTIC_PACKS:
+            raise DemoError(
+                "one rank resumed elsewhere",
+                got=f"pack {began}",
+                expected=f"pack {_ELASTIC_PACKS}, the snapshot",
+            )
+        self._say(
+            f"another run, over {STREAMS} streams: ranks 0 and 1 took packs 0 to {_ELASTIC_PACKS - 1} in turn and "
+            f"ended; one rank alone went on with packs {_ELASTIC_PACKS} to {2 * _ELASTIC_PACKS - 1}"
+        )
+        return two, one
+
+    def _start_sidecar(self, run_directory: Path, resource: Path, world_size: int = WORLD_SIZE) -> Child:
+        arguments = ["run", str(resource), "--dir", str(run_directory), "--ranks", str(world_size)]
         child = Child("the sidecar", "bagelplane.cli.app", arguments, log=self._log("sidecar"))
         return self._cleanup.enter_context(child)
 
-    def _start_ranks(self, run_directory: Path, attempt: str, *arguments: str) -> Ranks:
+    def _start_ranks(
+        self, run_directory: Path, attempt: str, *arguments: str, world_size: int = WORLD_SIZE
+    ) -> Ranks:
         ranks = Ranks([], [])
-        for rank in range(WORLD_SIZE):
+        for rank in range(world_size):
             output = self._taken / f"rank-{rank}-{attempt}.jsonl"
             environment = {
                 "BAGELPLANE_DIR": str(run_directory),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(WORLD_SIZE),
+                "WORLD_SIZE": str(world_size),
                 "OMP_NUM_THREADS": "1",
             }
             child = Child(
@@ -345,6 +368,22 @@ class Demo:
                         comparison.add(f"rank {rank} {attempt}", taken, expected[taken.step])
         return comparison
 
+    def _compare_in_order(self, comparison: Comparison, two: Ranks, one: Ranks) -> None:
+        """Both attempts of the second run, pack by pack in the order of the run."""
+        expected = read_taken(self._in_order / "rank-0.jsonl")
+        taken = sorted(
+            (pack.step * len(ranks.outputs) + rank, pack)
+            for ranks in (two, one)
+            for rank, packs in enumerate(ranks.taken())
+            for pack in packs
+        )
+        numbers = [number for number, _ in taken]
+        if numbers != list(range(2 * _ELASTIC_PACKS)):
+            comparison.differences.append(f"on changing ranks: took packs {numbers}, expected each once")
+        for number, pack in taken:
+            if number < len(expected):
+                comparison.add(f"on changing ranks, pack {number} of the run", pack, expected[number])
+
     def _say_drops(self, found: tuple[Counter[tuple[str, str]], int]) -> None:
         drops, bad = found
         listed = ", ".join(f"{count} {group} {reason}" for (group, reason), count in sorted(drops.items()))
@@ -382,7 +421,8 @@ class Demo:
             )
         self._console.print(
             f"\n[bold green]Every bit agrees.[/] Compared with {_reference()}: {comparison.packs} packs "
-            f"({comparison.twice} of them once more after the kill), {comparison.arrays:,} arrays and lists, "
+            f"({comparison.twice} of them once more after the kill, {2 * _ELASTIC_PACKS} on changing ranks), "
+            f"{comparison.arrays:,} arrays and lists, "
             f"{comparison.bits / 1e9:,.1f} billion bits. All of it took {seconds:.0f} s.\n",
             soft_wrap=True,
         )
@@ -421,8 +461,8 @@ def _client() -> str:
 
 def _reference() -> str:
     has_torch = importlib.util.find_spec("torch") is not None
-    what = "the drop-in class PackedDataset" if has_torch else "one process"
-    return f"an undisturbed run of {what} on local files"
+    what = "of the drop-in class PackedDataset" if has_torch else "in one process"
+    return f"undisturbed runs on local files, the first {what}"
 
 
 def _relative(path: Path) -> str:

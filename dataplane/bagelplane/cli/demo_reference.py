@@ -3,7 +3,8 @@
     python -m bagelplane.cli.demo_reference LOCAL.yaml OUT_FOLDER WORLD_SIZE PACKS
 
 Reads the files from disk, in one process without a sidecar, a ring or a store. Where torch is installed the
-documented drop-in class `PackedDataset` makes the packs, else the stream that it shares with the sidecar.
+documented drop-in class `PackedDataset` makes the packs of Bagel sharding; all else, the stream that it shares with
+the sidecar.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ def undisturbed_packs(
     dataset: BagelDataset, rank: int, world_size: int, scratch: Path
 ) -> Iterator[dict[str, Any]]:
     """One rank's packs from the beginning, for ever. Small files that are needed go into `scratch`."""
-    if importlib.util.find_spec("torch") is None:
+    if importlib.util.find_spec("torch") is None or dataset.spec.sharding.mode == "Elastic":
         return _packs_of_stream(dataset, rank, world_size)
     return _packs_of_drop_in_class(dataset, rank, world_size, scratch)
 
 
 def _packs_of_stream(dataset: BagelDataset, rank: int, world_size: int) -> Iterator[dict[str, Any]]:
-    stream = open_rank_stream(dataset, Topology(rank, world_size, dataset.spec.sharding.workers_per_rank))
+    sharding = dataset.spec.sharding
+    workers = 0 if sharding.mode == "Elastic" else sharding.workers_per_rank
+    stream = open_rank_stream(dataset, Topology(rank, world_size, workers))
     images: list[np.ndarray] = []
 
     def allocate(pack: Pack) -> list[np.ndarray]:
