@@ -14,6 +14,7 @@ jpeg.py's: the bits are the same.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import re
@@ -22,6 +23,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -112,9 +114,21 @@ def configure_pillow() -> None:
     # Left to itself, Pillow does this at the first image of a rare format; a second thread that opens one
     # meanwhile is told that there is no such format.
     Image.init()
+    _silence_libtiff()
     # So that a wrong setting is told before the first image.
     choice()
     jpeg.choice()
+
+
+def _silence_libtiff() -> None:
+    """It prints what is wrong with a file to stderr, past all logging. Pillow raises the same, and switches off only
+    the warnings. Called in the copy of the library that Pillow has loaded; where there is none of its own, it prints.
+    """
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        for library in set(re.findall(r"(/\S*/libtiff[^/\s]*)$", maps, re.MULTILINE)):
+            with contextlib.suppress(AttributeError):
+                ctypes.CDLL(library).TIFFSetErrorHandler(None)
 
 
 # Once a process, however often images are looked at.

@@ -439,7 +439,14 @@ class Resources(SpecModel):
 
 
 class Ring(SpecModel):
-    packs: int = field("Finished packs kept ahead of the trainer.", 4, unit="packs", ge=1, le=1024)
+    packs: int = field(
+        "The ring has room for so many finished packs of the largest size that the budgets allow; more where they "
+        "are smaller.",
+        4,
+        unit="packs",
+        ge=1,
+        le=1024,
+    )
     size: ByteQuantity | None = field(
         "Size of the ring of one rank in shared memory; without it, room for `packs` packs of the largest "
         "size that the budgets allow.",

@@ -135,6 +135,8 @@ class SidecarStatus:
     ranks: tuple[RankStatus, ...]
     last_snapshot_step: int | None
     problem: str
+    """What trainers cannot attach for."""
+    snapshot_problem: str
 
 
 def parse_status(body: bytes) -> SidecarStatus:
@@ -157,7 +159,8 @@ def parse_status(body: bytes) -> SidecarStatus:
         ready=data.get("ready") is True,
         ranks=tuple(_parse_rank(rank) for rank in ranks if isinstance(rank, dict)),
         last_snapshot_step=_count(snapshots.get("last_step")),
-        problem=_text(snapshots.get("problem")),
+        problem=_text(data.get("problem")),
+        snapshot_problem=_text(snapshots.get("problem")),
     )
 
 
@@ -306,7 +309,8 @@ def _mixture(pod: TrainerPod) -> str:
 def _problem(pod: TrainerPod, status: SidecarStatus) -> str:
     if status.dataset != pod.dataset:
         return f"the sidecar serves the data set {status.dataset!r}, the label says {pod.dataset!r}"
-    return next((rank.problem for rank in status.ranks if rank.problem), status.problem)
+    found = (status.problem, *(rank.problem for rank in status.ranks), status.snapshot_problem)
+    return next(filter(None, found), "")
 
 
 def _remember(before: Memory, status: SidecarStatus, at_seconds: float) -> Memory:

@@ -348,7 +348,10 @@ def test_a_fatal_error_is_raised_with_its_fix(
 
 
 def test_no_sidecar_at_all_is_an_error_that_names_the_socket(tmp_path: Path, stack: ExitStack) -> None:
-    with pytest.raises(ProtocolError, match=rf"0\.2 s for the next pack of rank 0.*no sidecar at {tmp_path}"):
+    with pytest.raises(
+        ProtocolError,
+        match=rf"0\.2 s for the next pack of rank 0.*no sidecar at {tmp_path}.*Fix: start the sidecar",
+    ):
         next(connect(stack, tmp_path, timeout_seconds=0.2))
 
 

@@ -112,6 +112,18 @@ def test_a_sidecar_without_trainers_is_shown_too() -> None:
     assert "snapshots: none (spec.snapshots.uri is not set)" in frame
 
 
+def test_trainers_that_ended_are_not_asked_to_start() -> None:
+    status = {**make_status(2), "expected_ranks": 3}
+    for rank in status["ranks"]:
+        rank |= {"attached": False, "packs_acknowledged": 7}
+    frame = " ".join(frame_of(None, status).split())
+    assert "2 of 3 trainers took packs and are not attached any more. Fix: if they are done, end" in frame
+    assert "0 of 3 trainers are attached. Fix: start them" in frame, "one never came"
+    for rank in status["ranks"]:
+        rank["attached"] = True
+    assert "took packs and are not" not in frame_of(None, status)
+
+
 def test_times_are_written_as_people_say_them() -> None:
     assert [format_seconds(seconds) for seconds in (0.4, 119, 120, 7199, 7200)] == [
         "0 s", "119 s", "2 min", "120 min", "2.0 h",
@@ -182,7 +194,7 @@ def test_all_is_well_where_nothing_is_wrong() -> None:
             {"drops_here": {"t2i": {"a": 1, "b": 9}}},
             "more rows are dropped than packs made, most of group t2i as b",
         ),
-        ({"attached": False}, "0 of 2 trainers are attached"),
+        ({"attached": False}, "2 of 2 trainers took packs and are not attached any more"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(change: dict[str, Any], said: str) -> None:

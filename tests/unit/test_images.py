@@ -18,6 +18,7 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 
 from bagelplane import images
+from bagelplane.demo_pictures import as_undecodable
 from bagelplane.images import ImageError, decode_rgb, header_size, resize_into
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -350,3 +351,10 @@ def test_recorded_images_open_and_decode_as_recorded(name: str) -> None:
         except ImageError:
             refused["decode"].append(place)
     assert {step: ", ".join(places) for step, places in refused.items()} == RECORDED_REFUSALS[name]
+
+
+def test_a_library_prints_nothing_of_a_damaged_tiff(capfd: pytest.CaptureFixture[str]) -> None:
+    data = as_undecodable(Image.effect_noise((64, 64), 50).convert("RGB"))
+    with pytest.raises(ImageError, match="decoder error"):
+        decode_rgb(data)
+    assert capfd.readouterr() == ("", "")

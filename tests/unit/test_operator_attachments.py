@@ -246,6 +246,8 @@ def test_pods_that_ended_are_being_deleted_or_opted_out_are_no_attachments() -> 
 def test_a_rank_that_failed_and_a_snapshot_that_was_not_written_are_named() -> None:
     (entry,) = fold_one(poll(build_rank(problem="the ring is too small"))).entries
     assert entry["problem"] == "the ring is too small"
+    (entry,) = fold_one(poll(build_rank(problem="of a rank"), problem="nobody can attach")).entries
+    assert entry["problem"] == "nobody can attach"
     (entry,) = fold_one(poll(build_rank(problem="half a \ud83d pair"))).entries
     assert entry["problem"] == "half a ? pair"
     (entry,) = fold_one(poll(build_rank(), snapshots={"problem": "denied"})).entries

@@ -17,7 +17,6 @@ from bagelplane.shm.record import (
     PIXEL_FORMATS,
     PREFIX_BYTES,
     PixelFormat,
-    image_bytes,
     read_record,
     record_size,
     write_record,
@@ -114,8 +113,6 @@ def test_views_are_read_only_aligned_and_not_copied() -> None:
 def test_places_of_images_depend_on_their_shapes_alone() -> None:
     pack = pack_of()
     changed = pack_of(scalars={"x": "y" * 1000}, arrays={}, state={"more": list(range(500))})
-    assert image_bytes(pack.image_shapes) == 16 * 32 * 3 + 640
-    assert image_bytes(pack.image_shapes, "float32") == 16 * 32 * 3 * 4 + 2368
     places = []
     for one in (pack, changed):
         buffer = memoryview(bytearray(record_size(one)))

@@ -241,6 +241,26 @@ def test_diff_names_what_differs_and_whether_a_resume_is_allowed(
     assert (code, found["resume_allowed"]) == (0, True)
 
 
+def test_what_people_read_of_one_snapshot_and_of_no_difference(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*arguments: str, code: int = 0) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["snapshots", *arguments])
+        output = capsys.readouterr()
+        assert (ended.value.code or 0) == code, output.err
+        return output.out + output.err
+
+    told = printed("diff", str(file), "24", "24")
+    assert told == "24 against 24: nothing differs\na resume across this is allowed\n"
+    absent = printed("show", str(file), "9", code=8)
+    assert "got steps 8, 16, 24. Fix: name one of those" in absent
+    printed("prune", str(file), "--keep-last", "1")
+    for command in ("list", "verify"):
+        assert printed(command, str(file)).startswith("1 snapshot below")
+    assert "import" in printed("--help")
+
+
 def test_prune_says_what_it_would_delete_and_deletes_that(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,7 +55,7 @@ COMMANDS = (
     Command(
         "snapshots",
         "bagelplane.cli.snapshots:app",
-        "List, show, compare, check and prune the stored states of a run.",
+        "List, show, compare, check and prune the stored states of a run; import those of Automodel.",
     ),
     Command("demo", "bagelplane.cli.demo:demo", "See it all work on data that it makes itself."),
     Command("info", "bagelplane.cli.info:info", "What is installed here and what this machine offers."),

@@ -33,7 +33,10 @@ from bagelplane.spec import load_dataset
 from bagelplane.storage import StorageSettings, open_storage
 from bagelplane.storage.uris import parse_uri
 
-app = typer.Typer(help="Look at the snapshots of a run, compare, check and prune them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at the snapshots of a run, compare, check and prune them; import what Automodel saved.",
+    no_args_is_help=True,
+)
 
 app.command("import")(import_checkpoint)
 
@@ -67,7 +70,7 @@ def list_snapshots(
         for entry in entries
     ]
     columns = ("step", "condition", "run", "ranks", "workers", "bytes", "spec hash", "problem")
-    print_table(f"{len(entries)} snapshots below {store.uri}", columns, rows)
+    print_table(f"{_count(len(entries))} below {store.uri}", columns, rows)
     _print_damaged(damaged)
 
 
@@ -151,7 +154,10 @@ def diff_snapshots(
         print_json({"changes": found, "unknown": unknown, "resume_allowed": not refused})
     else:
         rows = [(c.kind, c.name, c.before, c.after, c.verdict) for c in changes]
-        print_table(f"{before} against {after}", ("what", "name", before, after, "resume"), rows)
+        if rows:
+            print_table(f"{before} against {after}", ("what", "name", before, after, "resume"), rows)
+        else:
+            print_line(f"{before} against {after}: nothing differs")
         if unknown:
             print_note(f"not compared, since a side does not say it: {', '.join(unknown)}")
         print_line("a resume across this is refused" if refused else "a resume across this is allowed")
@@ -217,7 +223,7 @@ def prune_snapshots(
     rows = [(entry.step, entry.condition, entry.run, entry.uri) for entry in doomed]
     done = "would be deleted" if dry_run else "deleted"
     print_table(
-        f"{len(doomed)} of {len(entries)} snapshots {done}", ("step", "condition", "run", "folder"), rows
+        f"{len(doomed)} of {_count(len(entries))} {done}", ("step", "condition", "run", "folder"), rows
     )
     _print_damaged(damaged)
 
@@ -245,7 +251,7 @@ def verify_snapshots(
         print_json({"uri": store.uri, "snapshots": lines, **_damaged_as_json(runs)})
     else:
         rows = [(entry.step, entry.condition, "; ".join(problems) or "in order") for entry, problems in found]
-        title = f"{len(entries)} snapshots below {store.uri}, {len(damaged)} damaged"
+        title = f"{_count(len(entries))} below {store.uri}, {len(damaged)} damaged"
         print_table(title, ("step", "condition", "what was found"), rows)
         _print_damaged(runs)
     if damaged or runs:
@@ -358,6 +364,10 @@ def _columns(manifest: Manifest | None) -> tuple[object, ...]:
     size = sum(file.size_bytes for file in manifest.ranks)
     topology = manifest.topology
     return topology.world_size, topology.num_workers, size, manifest.spec_hash[:12]
+
+
+def _count(snapshots: int) -> str:
+    return "1 snapshot" if snapshots == 1 else f"{snapshots} snapshots"
 
 
 def _count_drops(state: dict[str, Any]) -> int:

@@ -105,7 +105,13 @@ def describe_problems(status: Status, ranks: Sequence[RankView]) -> list[str]:
     found += _merge(ranks, _rank_problems)
     found += _snapshot_problems(status["snapshots"])
     attached = sum(rank.status["attached"] for rank in ranks)
-    if attached < status["expected_ranks"]:
+    left = sum(not rank.status["attached"] and rank.status["packs_acknowledged"] > 0 for rank in ranks)
+    if left:
+        found.append(
+            f"{left} of {status['expected_ranks']} trainers took packs and are not attached any more. Fix: if they are "
+            "done, end the sidecar (SIGTERM, Ctrl-C); else look at their logs"
+        )
+    if attached + left < status["expected_ranks"]:
         found.append(
             f"{attached} of {status['expected_ranks']} trainers are attached. Fix: start them with BAGELPLANE_DIR "
             "set to the sidecar's directory, or say --ranks"

@@ -116,6 +116,7 @@ class Connection:
         self._trouble: Exception | None = None  # what `ready_record` ran into
         self._last_seen = "nothing yet"
         self._peer, self._heard = "the sidecar", 0.0  # who is at the other end; when it last spoke
+        self._is_absent = False  # nobody was there the last time
         self._refusal = ""  # why the sidecar did not attach us the last time
 
     @property
@@ -230,6 +231,7 @@ class Connection:
                 return act(deadline)
             except (OSError, StaleEpochError, RingCutError) as error:
                 self._drop(str(error))
+                self._is_absent = isinstance(error, _AbsentError)
                 if isinstance(error, RingCutError):
                     logger.warning("rank %d: %s", self.place.rank, error)
                 if isinstance(error, _AbsentError) and time.monotonic() >= warn_at:
@@ -244,13 +246,17 @@ class Connection:
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
     def _warn_absent(self, what: str, seconds: float) -> None:
-        variable = os.environ.get(DIRECTORY_VARIABLE)
         logger.warning(
-            "rank %d: %s for %.0f s, waiting up to %g s. Fix: start the sidecar (bagelplane run --dir %s), or "
-            "correct %s, which is %s here",
-            self.place.rank, what, seconds, self.timeout_seconds, self.directory, DIRECTORY_VARIABLE,
-            variable or "not set",
+            "rank %d: %s for %.0f s, waiting up to %g s. Fix: %s",
+            self.place.rank, what, seconds, self.timeout_seconds, self._describe_start(),
         )  # fmt: skip
+
+    def _describe_start(self) -> str:
+        variable = os.environ.get(DIRECTORY_VARIABLE) or "not set"
+        return (
+            f"start the sidecar (bagelplane run --dir {self.directory}), or correct {DIRECTORY_VARIABLE}, which is "
+            f"{variable} here"
+        )
 
     def _overdue(self, what: str, resume: Resume) -> ProtocolError:
         step = resume.step if resume.step is not None else self.next_step
@@ -258,7 +264,9 @@ class Connection:
             f"waited {self.timeout_seconds:g} s for {what} of rank {self.place.rank}"
             f" (step {step}); last seen: {self._last_seen}"
             + (f"; {self._refusal}" if self._refusal not in self._last_seen else ""),
-            fix=f"look at the log of the sidecar that serves {self.directory}, or raise timeout_seconds",
+            fix=self._describe_start()
+            if self._is_absent
+            else f"look at the log of the sidecar that serves {self.directory}, or raise timeout_seconds",
         )
 
     def _describe_silence(self) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -173,9 +173,3 @@ def open_group(dataset: Any, config: GroupConfig, encode: Any, images: ImageLedg
     if isinstance(dataset, StoredGroupDataset):
         return dataset.open(plan_context(config, encode, images))
     return CustomGroup(config, dataset, worker_id)
-
-
-def worker_status(states: Mapping[str, Any] | None, worker_id: int) -> Any:
-    """A worker's position in a group's documented state; None where there is none."""
-    statuses = (states or {}).get("data_status") or []
-    return statuses[worker_id] if worker_id < len(statuses) else None

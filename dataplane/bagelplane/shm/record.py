@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,12 +87,6 @@ class _Layout:
 def record_size(pack: Pack, pixel_format: PixelFormat = "uint8") -> int:
     """Length in bytes of the record that holds `pack` and its images."""
     return _lay_out(pack, _dtype_of(pixel_format)).size_bytes
-
-
-def image_bytes(image_shapes: Sequence[tuple[int, int]], pixel_format: PixelFormat = "uint8") -> int:
-    """Bytes that images of these (height, width) take in a record, alignment included."""
-    itemsize = _dtype_of(pixel_format).itemsize
-    return sum(_align(height * width * 3 * itemsize) for height, width in image_shapes)
 
 
 def write_record(pack: Pack, buffer: memoryview, pixel_format: PixelFormat = "uint8") -> list[Image]:

@@ -225,7 +225,7 @@ class SnapshotStore:
             raise SnapshotError(
                 f"there is no complete snapshot of step {which} below {self.uri}",
                 got=self._describe_steps(),
-                fix="resume from one of those, or from any step: the nearest one below it is planned forward",
+                fix="name one of those, or latest (a run may resume at any step: it plans forward from the one below)",
             )
         self._check_owner(manifest, topology)
         self.check_changes(manifest)
