@@ -167,3 +167,18 @@ def test_wrong_arguments_are_one_line_with_a_fix(
     assert text.count("\n") == 1
     assert re.search(message, text), text
     assert "Fix: " in text
+
+
+def test_files_are_told_by_name_where_that_tells_them_apart_and_their_addresses_once(
+    capsys: pytest.CaptureFixture[str], resource: Path
+) -> None:
+    names = explain_module._short_names(["s3://a/x/1.parquet", "s3://a/y/1.parquet", "s3://a/2.parquet"] * 2)
+    assert names == {
+        "s3://a/x/1.parquet": "s3://a/x/1.parquet",
+        "s3://a/y/1.parquet": "s3://a/y/1.parquet",
+        "s3://a/2.parquet": "2.parquet",
+    }
+    table = run(capsys, "explain", str(resource), "--step", "5", "--world-size", "2")
+    objects = {sample["object"] for sample in explained(capsys, resource, 5)["samples"]}
+    assert all(table.count(uri) == 1 for uri in objects)
+    assert max(map(len, table.partition("Files;")[0].splitlines())) < 140

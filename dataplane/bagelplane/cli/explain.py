@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +26,7 @@ from bagelplane.cli.output import (
 )
 from bagelplane.cli.preview import cards_of_plan, write_sheet
 from bagelplane.engine.planner import PackPlan
+from bagelplane.engine.rows import RowPlace
 from bagelplane.figures.contact_sheet import Fonts
 from bagelplane.lineage.explanation import ItemTold, PackTold, SampleTold, describe_reason, tell_pack
 from bagelplane.lineage.replay import PackAddress, Replay, address_of, stored_world_size
@@ -151,18 +155,25 @@ class Explained:
             f"{told.tokens:,} of {most:,} tokens, {len(told.samples)} samples; {told.buffered} wait in the buffer; "
             f"planned {began}"
         )
-        where = ("group", "data set", "object", "row group", "row", "data indexes")
-        columns = ("", *where, "tokens", "splits", "pictures", "left out")
-        rows = [(number, *_sample_row(sample)) for number, sample in enumerate(told.samples)]
+        places = [one.place for one in (*told.samples, *told.drops) if one.place is not None]
+        files = _short_names(place.object for place in places)
+        columns = ("", "group", "file", "row", "tokens", "splits", "pictures", "left out")
+        rows = [(number, *_sample_row(sample, files)) for number, sample in enumerate(told.samples)]
         print_table("", columns, rows)
-        drops = [(drop.group, str(drop.reason), drop.place or "", drop.message) for drop in told.drops]
-        if drops:
-            print_table(
-                "Dropped on the way from the pack before", ("group", "reason", "row", "what was found"), drops
-            )
+        if told.drops:
+            drops = [
+                (drop.group, str(drop.reason), *_where(drop.place, files), drop.message)
+                for drop in told.drops
+            ]
+            columns = ("group", "reason", "file", "row", "what was found")
+            print_table("Dropped on the way from the pack before", columns, drops)
             print_reasons(drop.reason for drop in told.drops)
         else:
             print_line("No row was dropped on the way from the pack before.")
+        if files:
+            print_line("Files; a row is row group/row, or the line of JSONL, all counted from 0:")
+            for uri, name in sorted(files.items()):
+                print_line(f"  {uri}" if uri == name else f"  {name}: {uri}")
         if not self.is_sure:
             print_line(NOT_SURE)
 
@@ -197,16 +208,33 @@ def print_reasons(reasons: Iterable[str]) -> None:
             print_line(f"{reason}: {meaning}")
 
 
-def _sample_row(sample: SampleTold) -> tuple[object, ...]:
-    place = sample.place
-    where = (place.object, place.row_group, place.row) if place else (None, None, None)
+def _short_names(uris: Iterable[str]) -> dict[str, str]:
+    """By URI the file's name, for tables that fit a terminal; the URI where two files have one name."""
+    all_of = set(uris)
+    counts = Counter(uri.rpartition("/")[2] for uri in all_of)
+    return {uri: name if counts[name := uri.rpartition("/")[2]] == 1 else uri for uri in all_of}
+
+
+def _where(place: RowPlace | None, files: Mapping[str, str]) -> tuple[object, ...]:
+    if place is None:
+        return None, None
+    return files[place.object], str(
+        place.row
+    ) if place.row_group is None else f"{place.row_group}/{place.row}"
+
+
+def _splits(sample: SampleTold) -> str:
+    """Neighbours of one mode of attention together."""
+    runs = groupby(sample.splits, key=itemgetter(1))
+    return ", ".join(f"{' + '.join(str(tokens) for tokens, _ in run)} {mode}" for mode, run in runs)
+
+
+def _sample_row(sample: SampleTold, files: Mapping[str, str]) -> tuple[object, ...]:
     return (
         sample.group,
-        sample.dataset,
-        *where,
-        str(sample.data_indexes),
+        *_where(sample.place, files),
         sample.tokens,
-        " + ".join(f"{tokens} {mode}" for tokens, mode in sample.splits),
+        _splits(sample),
         ", ".join(_picture(item) for item in sample.items if item.size is not None and not item.left_out),
         ", ".join(_picture(item) for item in sample.items if item.left_out),
     )
