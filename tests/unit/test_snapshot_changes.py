@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import shutil
@@ -14,11 +15,15 @@ import yaml
 
 from bagelplane.cli.app import main
 from bagelplane.errors import SnapshotError
+from bagelplane.shm.protocol import Attach, Resume
 from bagelplane.sidecar.changes import spec_changes
+from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.fingerprint import Fingerprint, take_fingerprint
 from bagelplane.sidecar.lease import LeaseTimes
+from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
 from bagelplane.sidecar.store import begin_run, open_snapshot_store
+from bagelplane.sidecar.supervisor import SidecarSettings, Supervisor
 from bagelplane.spec import BagelDataset, spec_hash, stream_spec
 from bagelplane.storage import StorageSettings, open_storage
 
@@ -149,6 +154,41 @@ def test_what_decides_the_packs_may_change_only_by_name_and_only_at_a_snapshot(
     later = begin(changed)  # its own snapshots are all that it needs
     assert [entry.step for entry in later.entries() if entry.condition == "complete"] == [24]
     end(later)
+
+
+@pytest.mark.parametrize(
+    ("position", "theirs", "refusal"),
+    [
+        (16, "of the run before", None),
+        (12, "of the run before", "spec or data were changed there"),
+        (20, "of the run before", "no snapshot says what changed since step 20"),
+        (16, "of another run", "no snapshot says what changed since step 16"),
+    ],
+)
+def test_a_trainer_s_state_of_another_spec_is_a_place_to_resume_at_where_a_snapshot_is(
+    spec: Spec, tmp_path: Path, position: int, theirs: str, refusal: str | None
+) -> None:
+    old = begin(spec)
+    write(old, 8, 16)
+    end(old)
+    spec["groups"][1]["weight"] = 3
+    spec["resume"] = {"allowSpecChange": ["groups"]}
+    spec_of = {"of the run before": old.spec_hash, "of another run": "b" * 64}
+    state = {"sharding": "Elastic", "streams": 4, "position": position, "states": {}}
+    attach = Attach(0, 0, 2, 0, Resume("state", position // 2, state), spec_hash=spec_of[theirs])
+    with RunDirectory(tmp_path / "run") as directory:
+        supervisor = Supervisor(resource(spec), SidecarSettings(directory.path), directory)
+        supervisor._store = store = begin(spec)
+        supervisor._elastic = ElasticRun(4, store, "latest")
+        try:
+            if refusal is not None:
+                with pytest.raises(SnapshotError, match=refusal):
+                    asyncio.run(supervisor._check_spec(attach))
+            else:
+                found = asyncio.run(supervisor._check_spec(attach))
+                assert (found.resume, found.spec_hash) == (Resume("position", 8, position=16), "")
+        finally:
+            end(store)
 
 
 def test_sharding_and_profile_never_change(spec: Spec) -> None:
