@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from bagelplane.engine.planner import PackPlan
@@ -15,8 +16,40 @@ from bagelplane.settings import StreamSettings, index_uri, plan_context, stored_
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.index import DatasetIndex
 from bagelplane.spec import BagelDataset
+from tests.golden.recordings import HERE
 
 OUTCOMES = 24
+GROUPS: dict[str, dict[str, Any]] = {
+    "t2i_pretrain": {"imageTransform": {"stride": 16, "maxSize": 96, "minSize": 16}},
+    "unified_edit": {
+        "imageTransform": {"stride": 16, "maxSize": 96, "minSize": 16},
+        "vitImageTransform": {"stride": 14, "maxSize": 56, "minSize": 14},
+    },
+    "vlm_sft": {"imageTransform": {"stride": 14, "maxSize": 56, "minSize": 14}},
+}
+
+
+def one_group(kind: str, info: dict[str, Any], profile: str, snapshots: Path) -> BagelDataset:
+    """A resource of one group over data as `dataset_info` of the drop-in classes has them."""
+    data: dict[str, Any] = {"name": "d", "uri": info["data_dir"]}
+    if "jsonl_path" in info:
+        data |= {"jsonl": info["jsonl_path"], "images": info["data_dir"]}
+    group = {"name": "odd", "type": kind, "datasets": [data], **GROUPS[kind]}
+    spec = {
+        "profile": profile,
+        "tokenizer": {"uri": str(HERE / "data/tokenizer.json")},
+        "groups": [group],
+        "budgets": {
+            "expectedTokens": 200,
+            "maxTokens": 320,
+            "maxTokensPerSample": 300,
+            "preferBufferBefore": 60,
+        },
+        "sharding": {"mode": "Bagel", "workersPerRank": 0},
+        "snapshots": {"uri": str(snapshots)},
+    }
+    head = {"apiVersion": "bagelplane.io/v1alpha1", "kind": "BagelDataset", "metadata": {"name": "odd"}}
+    return BagelDataset.from_mapping({**head, "spec": spec})
 
 
 def make_index(

@@ -30,6 +30,7 @@ from bagelplane.engine.samples import known_bad_part
 from bagelplane.errors import BagelplaneError, SnapshotError
 
 if TYPE_CHECKING:
+    from bagelplane.sources.index import DatasetIndex
     from bagelplane.stream import WorkerStream
 
 PROGRESS_SECONDS = 5.0
@@ -46,6 +47,9 @@ class ElasticStream:
 
     `step` counts this rank's packs at its world size (`ElasticPlace`); `position` those of the whole run.
     """
+
+    index: DatasetIndex | None = None
+    """What planning knows the data from, beside themselves."""
 
     def __init__(
         self, place: ElasticPlace, open_stream: OpenStream, drops: DropLog,

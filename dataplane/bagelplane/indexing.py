@@ -155,19 +155,18 @@ class Indexer:
         report = IndexReport(self._uri, shard)
         things = self._objects()
         present = self._present()
-        tasks, names = list[_Task](), list[PartName]()
+        tasks = list[_Task]()
         for thing, info in things:
             try:
-                found = list(self._tasks(thing, info, present))
+                tasks += self._tasks(thing, info, present)
             except (BagelplaneError, UnicodeError) as error:
                 report.problems.append(_named(error, info.uri))
-                continue
-            names += [task.name for task in found]
-            tasks += [task for task in found if task.name not in present]
-        own = [task for place, task in enumerate(sorted(tasks, key=_order)) if place % shard[1] == shard[0]]
-        self._write_all(own, report)
+        # Shares of all parts, not of those that are missing: others write meanwhile.
+        own = sorted(tasks, key=_order)[shard[0] :: shard[1]]
+        names = [task.name for task in tasks]
+        report.objects, report.kept = len(things), len(present.intersection(names))
+        self._write_all([task for task in own if task.name not in present], report)
         self._finish(report, names, [thing for thing, _ in things])
-        report.objects, report.kept = len(things), len([name for name in names if name in present])
         report.seconds = time.monotonic() - begun
         return report
 

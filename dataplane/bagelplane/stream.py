@@ -37,6 +37,7 @@ from bagelplane.engine.sharding import shard_to_rank, shard_to_worker, share_of_
 from bagelplane.errors import BagelplaneError, SnapshotError
 from bagelplane.images import ImageError, TruncatedImageError, configure_pillow, resize_into
 from bagelplane.settings import StreamSettings, dataset_config, open_group, stored_type
+from bagelplane.sources.index import DatasetIndex
 from bagelplane.sources.indexed import IndexedImage
 from bagelplane.sources.registry import STORED_TYPES
 from bagelplane.sources.tokenizer import load_tokenizer
@@ -104,6 +105,9 @@ class WorkerStream:
             prepared = self._ahead or self._lay_out(self._planner.plan())
             self._ahead = None
             self._pending = prepared.plan
+            told = self._ledger.take_told()
+            if told and self._on_bad_images is not None:
+                self._on_bad_images(told)  # an index may be gone when somebody plans this again
             pixels = list(allocate(prepared.pack))
             bad = self._decode(prepared, pixels, verified, plan_ahead or self.plan_ahead)
             if bad and self.is_pure:
@@ -325,6 +329,9 @@ def decode_into(source: Any, targets: Sequence[np.ndarray] = ()) -> str | None:
 class RankStream:
     """A rank's packs: its logical workers' streams in turn, worker 0 first. Owned by one thread."""
 
+    index: DatasetIndex | None = None
+    """What planning knows the data from, beside themselves."""
+
     def __init__(
         self, workers: Sequence[WorkerStream], topology: Topology, drops: DropLog,
         known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None = None,
@@ -470,6 +477,7 @@ def open_rank_stream(
             for worker_id in range(max(1, topology.num_workers))
         ]
         stream = RankStream(workers, topology, drops, bad, pool, costs)
+    stream.index = settings.index
     if state is not None:
         stream.load_state(state)
     return stream
@@ -527,9 +535,11 @@ def open_worker_stream(
     )
 
 
-def check_sources(dataset: BagelDataset, world_size: int = 1) -> dict[str, int]:
-    """Units by group, all counted. Raises what `open_rank_stream` would."""
-    settings = StreamSettings.from_resource(dataset)
+def check_sources(
+    dataset: BagelDataset, world_size: int = 1, settings: StreamSettings | None = None
+) -> dict[str, int]:
+    """Units by group, all counted. Raises what `open_rank_stream` would. `settings` are the resource's."""
+    settings = settings or StreamSettings.from_resource(dataset)
     sharding = dataset.spec.sharding
     topology = Topology(0, world_size, sharding.workers_per_rank)
     if sharding.mode == "Elastic":

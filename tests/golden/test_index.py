@@ -15,16 +15,15 @@ import pytest
 
 from bagelplane.settings import StreamSettings
 from bagelplane.sources.facts import StoredFacts
-from bagelplane.sources.stored_image import image_of_value
 from bagelplane.spec import BagelDataset
 from bagelplane.storage import Storage
 from bagelplane.stream import open_rank_stream
 from bagelplane.topology import Topology
 from tests.golden.broken_images import make_data
 from tests.golden.odd_rows import cases
-from tests.golden.recordings import DECLARABLE, HERE, load_recording, next_batch, resource_of
+from tests.golden.recordings import DECLARABLE, load_recording, next_batch, resource_of
 from tests.golden.strict_streams import STREAMS
-from tests.row_facts import answers, make_index, told_plan
+from tests.row_facts import GROUPS, answers, make_index, one_group, told_plan
 
 PROFILES = pytest.mark.parametrize("profile", ["Automodel", "Strict"])
 PACKS = 12
@@ -205,39 +204,6 @@ def test_rows_in_memory_answer_as_rows_of_a_file(indexed: Indexed, monkeypatch: 
     expected = [list(answers(settings, config, None)) for config in configs]
     monkeypatch.setattr("bagelplane.sources.blocks.StoredFacts", RowsInMemory)
     assert [list(answers(settings, config, None)) for config in configs] == expected
-    assert image_of_value is not None
-
-
-GROUPS: dict[str, dict[str, Any]] = {
-    "t2i_pretrain": {"imageTransform": {"stride": 16, "maxSize": 96, "minSize": 16}},
-    "unified_edit": {
-        "imageTransform": {"stride": 16, "maxSize": 96, "minSize": 16},
-        "vitImageTransform": {"stride": 14, "maxSize": 56, "minSize": 14},
-    },
-    "vlm_sft": {"imageTransform": {"stride": 14, "maxSize": 56, "minSize": 14}},
-}
-
-
-def odd_resource(kind: str, info: dict[str, Any], profile: str, snapshots: Path) -> BagelDataset:
-    data: dict[str, Any] = {"name": "d", "uri": info["data_dir"]}
-    if "jsonl_path" in info:
-        data |= {"jsonl": info["jsonl_path"], "images": info["data_dir"]}
-    group = {"name": "odd", "type": kind, "datasets": [data], **GROUPS[kind]}
-    spec = {
-        "profile": profile,
-        "tokenizer": {"uri": str(HERE / "data/tokenizer.json")},
-        "groups": [group],
-        "budgets": {
-            "expectedTokens": 200,
-            "maxTokens": 320,
-            "maxTokensPerSample": 300,
-            "preferBufferBefore": 60,
-        },
-        "sharding": {"mode": "Bagel", "workersPerRank": 0},
-        "snapshots": {"uri": str(snapshots)},
-    }
-    head = {"apiVersion": "bagelplane.io/v1alpha1", "kind": "BagelDataset", "metadata": {"name": "odd"}}
-    return BagelDataset.from_mapping({**head, "spec": spec})
 
 
 @PROFILES
@@ -249,7 +215,7 @@ def test_rows_as_no_one_should_write_them_answer_the_same(kind: str, profile: st
             continue
         folder = tmp_path / str(number)
         folder.mkdir()
-        dataset = odd_resource(kind, write(folder), profile, folder / "snapshots")
+        dataset = one_group(kind, write(folder), profile, folder / "snapshots")
         report = make_index(dataset)
         assert (report.problems, report.missing) == ([], 0), name
         settings = StreamSettings.from_resource(dataset)

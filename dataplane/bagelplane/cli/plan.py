@@ -19,6 +19,7 @@ from bagelplane.engine.planner import PackPlan
 from bagelplane.errors import SpecError
 from bagelplane.figures.tally import GroupShare, PlanTally
 from bagelplane.settings import StreamSettings
+from bagelplane.sources.index import describe
 from bagelplane.spec import BagelDataset, load_dataset, refuse_unsupported
 from bagelplane.stream import check_sources, open_rank_stream
 from bagelplane.topology import Topology
@@ -100,7 +101,8 @@ class Forecast:
         sharding = dataset.spec.sharding
         self.streams = sharding.streams if sharding.mode == "Elastic" else 0
         readers = self.streams // topology.world_size or max(1, topology.num_workers)
-        units = check_sources(dataset, topology.world_size)
+        settings = StreamSettings.from_resource(dataset)
+        units = check_sources(dataset, topology.world_size, settings)
         shares = [
             GroupShare(
                 group.name,
@@ -111,9 +113,16 @@ class Forecast:
             )
             for group in dataset.spec.groups
         ]
-        settings = StreamSettings.from_resource(dataset)
         self.tally = PlanTally(settings.packing, shares, readers, is_pure=settings.profile.plan_is_pure)
         self.seconds = 0.0
+        self.index = settings.index
+        """What the rows were known from, beside the data."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether images that do not decode were left out."""
+        is_known = self.index is not None and self.index.coverage.knows_pixels
+        return self.verified or (self.profile == "Automodel" and is_known)
 
     @property
     def packs_per_second(self) -> float:
@@ -141,7 +150,7 @@ class Forecast:
         return f"{self.name}: {self.tally.packs:,} packs of {place}"
 
     def how(self) -> str:
-        source = "with every image decoded" if self.verified else "from headers and text alone"
+        source = "with every image decoded" if self.verified else describe(self.index)
         return f"planned {source} in {self.seconds:.1f} s ({self.packs_per_second:,.0f} packs/s)"
 
     def print_tables(self) -> None:
@@ -158,7 +167,7 @@ class Forecast:
         parts: list[Any] = [f"[bold]{escape(self.headline())}[/], {self.how()}"]
         for table in tables:
             parts += ["", table]
-        if not self.verified:
+        if not self.is_sure:
             parts += ["", f"[dim]{FORECAST_NOTES[self.profile]}[/]"]
         console.print(Group(*parts), soft_wrap=not console.is_terminal)
 
@@ -167,7 +176,7 @@ class Forecast:
         from bagelplane.figures.plan_chart import write_plan_chart
 
         subtitle = self.how() + (
-            "" if self.verified else "; images whose headers are good are taken to decode"
+            "" if self.is_sure else "; images whose headers are good are taken to decode"
         )
         write_plan_chart(path, self.tally, title=self.headline(), subtitle=subtitle)
 

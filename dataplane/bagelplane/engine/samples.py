@@ -81,10 +81,16 @@ class ImageLedger:
         self.known_bad: dict[str, str] = known_bad if known_bad is not None else {}
         self._check, self._max_pixels = check, max_pixels
         self._opened: dict[str, EncodedImage] = {}
+        self._told: dict[str, str] = {}
 
     def open(self, image: EncodedImage) -> tuple[int, int]:
         """(width, height) of an image that opens and, as far as known, decodes. Raises UnreadableImage."""
         cause = self.known_bad.get(image.key)
+        if cause is None:
+            cause = getattr(image, "known_failure", None)
+            if cause is not None:
+                # An index has told it: from now on it is known like those that were met.
+                self.known_bad[image.key] = self._told[image.key] = cause
         if cause is not None:
             raise UnreadableImage(f"{image.key}: {cause}")
         size = image.size()
@@ -105,6 +111,11 @@ class ImageLedger:
     def take_opened(self) -> dict[str, EncodedImage]:
         opened, self._opened = self._opened, {}
         return opened
+
+    def take_told(self) -> dict[str, str]:
+        """Bad images that an index told of since the last call, with their causes."""
+        told, self._told = self._told, {}
+        return told
 
 
 MAX_KNOWN_BAD_BYTES = 24 * 1024

@@ -141,7 +141,7 @@ class Replay:
 
     In the Automodel profile an image that opens and does not decode moves what follows. A run writes such images
     down before it hands out a pack planned without them, so what lies before its newest snapshot is planned for
-    sure (`is_sure`) without decoding anything.
+    sure (`is_sure`) without decoding anything. So is all, where an index knows them.
     """
 
     def __init__(
@@ -175,7 +175,9 @@ class Replay:
 
     def is_sure(self, number: int) -> bool:
         """Whether what is planned up to and with that pack is for sure what a run gives, but for departures."""
-        return self._is_pure or self._verify or number < self._known_until
+        index = self._stream.index
+        knows_pixels = index is not None and index.coverage.knows_pixels
+        return self._is_pure or self._verify or knows_pixels or number < self._known_until
 
     def skip_to(self, number: int, on_progress: OnProgress) -> None:
         """Plan forward until that pack is next."""

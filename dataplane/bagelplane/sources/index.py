@@ -60,6 +60,8 @@ class Coverage:
     partial: set[str] = field(default_factory=set)
     absent: set[str] = field(default_factory=set)
     damaged: set[str] = field(default_factory=set)
+    unverified: set[str] = field(default_factory=set)
+    """Known, but for which images do not decode."""
 
     def add(self, uri: str, *, is_whole: bool, is_begun: bool, is_old: bool) -> None:
         """One more object: known, begun, or known as it was once."""
@@ -69,6 +71,11 @@ class Coverage:
         elif is_begun or is_old:
             place = self.partial if is_begun else self.stale
         place.add(uri)
+
+    @property
+    def knows_pixels(self) -> bool:
+        """Whether all images were decoded for the index: what does not decode is known beforehand."""
+        return self.is_whole and not self.unverified and bool(self.indexed)
 
     @property
     def is_whole(self) -> bool:
@@ -124,6 +131,8 @@ class DatasetIndex:
             whole = [parts for parts in found.values() if len(parts) == parts[0].count]
             # One whose pixels were looked at knows more.
             self._names[thing] = max(whole, key=lambda parts: parts[0].is_verified, default=[])
+            if whole and not self._names[thing][0].is_verified:
+                self.coverage.unverified.add(info.uri)
             self.coverage.add(info.uri, is_whole=bool(whole), is_begun=bool(found), is_old=bool(states))
         return bool(self._names[thing])
 

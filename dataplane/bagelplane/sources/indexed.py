@@ -57,15 +57,18 @@ class KnownIds(Sequence[int]):
 class IndexedImage:
     """The engine's EncodedImage, known but for its pixels. `stored` gives it as the data have it."""
 
-    __slots__ = ("_entry", "_source", "_stored", "comes_with_rows", "is_verified", "key")
+    __slots__ = (
+        "_entry", "_source", "_stored", "comes_with_rows", "is_verified", "key", "known_failure",
+    )  # fmt: skip
 
     def __init__(
-        self, key: str, entry: Mapping[str, Any], stored: Callable[[], EncodedImage], *, is_verified: bool,
-        comes_with_rows: bool,
-    ) -> None:  # fmt: skip
+        self, key: str, entry: Mapping[str, Any], stored: Callable[[], EncodedImage], *, comes_with_rows: bool
+    ) -> None:
         self.key, self._entry, self._stored = key, entry, stored
-        self.is_verified = is_verified
+        self.is_verified = False
         """Whether its pixels are known to decode: nobody need look."""
+        self.known_failure: str | None = None
+        """Why they are known not to (Automodel: planning rests on it)."""
         self.comes_with_rows = comes_with_rows
         """Whether its bytes are read with those of a whole row group, once for all of them."""
         self._source: Any = None
@@ -112,16 +115,15 @@ class Knowledge:
 
     is_verified: bool
     drops_undecodable: bool
-    """One whose pixels were found bad does not open, as if planning had met it (Automodel)."""
+    """One whose pixels were found bad is told to planning, which in profile Strict it does not concern."""
 
     def image(
         self, key: str, entry: Mapping[str, Any], stored: Callable[[], EncodedImage], *, comes_with_rows: bool
     ) -> IndexedImage:
-        cause = entry["undecodable"]
-        if cause is not None and self.drops_undecodable and entry["problem"] is None:
-            entry = {**entry, "problem": f"{key}: {cause}"}
-        is_verified = self.is_verified and cause is None
-        return IndexedImage(key, entry, stored, is_verified=is_verified, comes_with_rows=comes_with_rows)
+        image = IndexedImage(key, entry, stored, comes_with_rows=comes_with_rows)
+        image.is_verified = self.is_verified and entry["undecodable"] is None
+        image.known_failure = entry["undecodable"] if self.drops_undecodable else None
+        return image
 
 
 class IndexedFacts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,8 @@ class Looker:
     profile: Profile
     encode: Encode
     verify: bool
+    _files: dict[str, Future[dict[str, Any]]] = field(default_factory=dict)
+    """Images that are objects of their own: lines may share them."""
 
     def parquet_row(
         self, facts: RowFacts, name: str, columns: RowColumns, row_group: int, row: int,
@@ -115,7 +118,20 @@ class Looker:
         return _storable(entry)
 
     def file_image(self, image: StoredImage) -> dict[str, Any]:
-        """An image that is an object of its own: from its beginning where that is enough. Two requests as a rule."""
+        """An image that is an object of its own: from its beginning where that is enough. Two requests as a rule,
+        however many lines name it.
+        """
+        mine: Future[dict[str, Any]] = Future()
+        found = self._files.setdefault(image.key, mine)
+        if found is mine:
+            try:
+                mine.set_result(self._look_at_file(image))
+            except BaseException as error:
+                mine.set_exception(error)
+                raise
+        return found.result()
+
+    def _look_at_file(self, image: StoredImage) -> dict[str, Any]:
         try:
             with self.storage.open_binary(image.key) as file:
                 length = file.seek(0, 2)
