@@ -56,6 +56,7 @@ def plans(
 ) -> tuple[list[Any], Any]:
     stream = open_rank_stream(dataset, topology, decode_threads=0)
     with contextlib.closing(stream):
+        assert stream.index is None or stream.index.coverage.is_whole
         return [told_plan(stream.plan_pack(verify=verify)) for _ in range(count)], stream.state()
 
 

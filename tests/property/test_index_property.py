@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bagelplane.settings import StreamSettings
@@ -134,6 +134,7 @@ lines = st.one_of(
 @PROFILES
 @EXAMPLES
 @given(st.lists(lines, min_size=1, max_size=5))
+@example(['{"image": ["missing.png", "a\\u0000b"], "conversations": []}'])
 def test_lines(profile: str, rows: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         data = Path(name) / "data"
