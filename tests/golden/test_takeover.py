@@ -178,7 +178,6 @@ def test_a_file_that_would_run_something_is_refused_and_runs_nothing(
 OTHER_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a text": (lambda path: path.write_text("no checkpoint"), "cannot be read as a checkpoint"),
     "nothing": (lambda path: path.write_bytes(b""), "cannot be read as a checkpoint"),
-    "no file": (lambda path: None, "cannot be read as a checkpoint"),
     "a model": (lambda path: torch.save({"model": {"w": torch.zeros(2)}}, path), "holds no state of a data loader"),
     "a tensor": (lambda path: torch.save(torch.zeros(2), path), "holds no state of a data loader"),
     "an empty loader": (lambda path: torch.save({"_snapshot": {}}, path), "cannot be read; got KeyError"),
