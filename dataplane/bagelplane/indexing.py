@@ -31,7 +31,7 @@ from bagelplane.sources import edit, text_to_image
 from bagelplane.sources.conversation import ConversationBlock, ImageFolder, split_lines
 from bagelplane.sources.facts import RowColumns, RowFacts, StoredFacts, block_name
 from bagelplane.sources.group import Block
-from bagelplane.sources.index import read_inventory
+from bagelplane.sources.index import Coverage, read_inventory
 from bagelplane.sources.index_format import (
     INVENTORY_NAME,
     INVENTORY_SCHEMA,
@@ -131,6 +131,33 @@ class IndexReport:
         }
 
 
+def objects_of(settings: StreamSettings) -> list[tuple[IndexedObject, FileInfo]]:
+    """What a resource names, each once, as it is now. Each folder is listed once. Raises StorageError, DataError."""
+    listed: dict[str, list[FileInfo]] = {}
+    found: dict[IndexedObject, FileInfo] = {}
+    for config in settings.groups:
+        stored_type(config)
+        for data in config.datasets:
+            if config.type in _PARQUET_TYPES:
+                if data.uri not in listed:
+                    listed[data.uri] = list_parquet(settings.storage, data.uri)
+                found |= {IndexedObject(config.type, info.uri): info for info in listed[data.uri]}
+            else:
+                thing = IndexedObject(config.type, data.jsonl_uri, data.images_uri)
+                found[thing] = settings.storage.info(data.jsonl_uri)
+    return sorted(found.items(), key=lambda item: (item[0].type, item[0].uri, item[0].images_uri))
+
+
+def coverage_of(settings: StreamSettings) -> Coverage | None:
+    """How much of a resource's data its index knows; None without one. Lists them, and reads none."""
+    index = settings.index
+    if index is None:
+        return None
+    for thing, info in objects_of(settings):
+        index.see(thing.type, info, thing.images_uri)
+    return index.coverage
+
+
 class Indexer:
     """Makes or completes the index at `uri`. `verify`: images are decoded, and those that do not are named."""
 
@@ -153,7 +180,7 @@ class Indexer:
         begun = time.monotonic()
         configure_pillow()
         report = IndexReport(self._uri, shard)
-        things = self._objects()
+        things = objects_of(self._settings)
         present = self._present()
         tasks = list[_Task]()
         for thing, info in things:
@@ -169,22 +196,6 @@ class Indexer:
         self._finish(report, names, [thing for thing, _ in things])
         report.seconds = time.monotonic() - begun
         return report
-
-    def _objects(self) -> list[tuple[IndexedObject, FileInfo]]:
-        """What the resource names, each once, as it is now. Each folder is listed once."""
-        listed: dict[str, list[FileInfo]] = {}
-        found: dict[IndexedObject, FileInfo] = {}
-        for config in self._settings.groups:
-            stored_type(config)
-            for data in config.datasets:
-                if config.type in _PARQUET_TYPES:
-                    if data.uri not in listed:
-                        listed[data.uri] = list_parquet(self._storage, data.uri)
-                    found |= {IndexedObject(config.type, info.uri): info for info in listed[data.uri]}
-                else:
-                    thing = IndexedObject(config.type, data.jsonl_uri, data.images_uri)
-                    found[thing] = self._storage.info(data.jsonl_uri)
-        return sorted(found.items(), key=lambda item: (item[0].type, item[0].uri, item[0].images_uri))
 
     def _present(self) -> set[PartName]:
         files = self._storage.list_files(f"{self._uri}/{PARTS_FOLDER}", missing_ok=True)

@@ -54,6 +54,34 @@ def test_plan_says_that_it_plans_from_the_index(capsys: pytest.CaptureFixture[st
     assert after.splitlines()[2:] == before.splitlines()[2:]
 
 
+def test_explain_and_check_say_that_there_is_an_index(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    arguments = ("explain", file, "--step", 3, "--world-size", 1, "--from-start")
+    _, before, _ = run(capsys, *arguments)
+    assert "from headers and text alone" in before
+    assert "index" not in run(capsys, "check", file)[1]
+    run(capsys, "index", file, "--verify")
+    code, after, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "planned from the start, from the index alone" in after
+    assert "once their headers are good" in before
+    assert "once their headers are good" not in after
+    code, out, _ = run(capsys, "check", file)
+    assert (code, "7 of 7 objects are planned from the index" in out) == (0, True)
+
+
+def test_a_plan_from_a_verified_index_is_sure(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    _, verified, _ = run(capsys, "plan", file, "--packs", 20, "--verify")
+    run(capsys, "index", file, "--verify")
+    _, planned, _ = run(capsys, "plan", file, "--packs", 20)
+    assert "A forecast" not in planned
+
+    def told(text: str) -> list[str]:
+        # What is known to decode is decoded when it is in a pack, no more.
+        return [line for line in text.splitlines()[1:] if "megapixels" not in line]
+
+    assert told(planned) == told(verified)
+
+
 def test_progress_is_told_in_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

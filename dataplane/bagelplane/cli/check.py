@@ -15,7 +15,8 @@ import typer
 from bagelplane.cli.output import Format, FormatOption, check_output, print_json, print_line, print_note
 from bagelplane.cli.validate import check_file
 from bagelplane.errors import BagelplaneError, SpecError
-from bagelplane.settings import storage_settings
+from bagelplane.indexing import coverage_of
+from bagelplane.settings import StreamSettings, storage_settings
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.spec import BagelDataset
 
@@ -32,6 +33,8 @@ class Check:
         self._spec_problems: list[dict[str, str]] = []
         self.found = Examination()
         self.groups = 0
+        self.index = ""
+        """How much of the data an index knows; empty without one."""
 
     @property
     def problems(self) -> list[dict[str, str]]:
@@ -59,6 +62,9 @@ class Check:
             storage_settings(dataset), attempts=3, retry_seconds=10.0, read_timeout_seconds=10.0
         )
         examine(dataset, world_size=world_size, settings=settings, found=self.found)
+        if not self.found.problems:
+            coverage = coverage_of(StreamSettings.from_resource(dataset))
+            self.index = "" if coverage is None else str(coverage)
 
     def write_report(self) -> None:
         """SpecError when it cannot be written."""
@@ -125,6 +131,8 @@ def check(
             print_note(f"error: {BagelplaneError(**problem)}")
     else:
         print_line(f"{file}: in order ({looking.groups} groups, world size {world_size})")
+        if looking.index:
+            print_line(f"index: {looking.index}")
     raise typer.Exit(code)
 
 

@@ -131,6 +131,8 @@ class Explained:
     planned_from: int
     """Number of the pack that planning began with, among those of the same rank or stream."""
     is_sure: bool
+    known_from: str
+    """Where planning knew rows from, in words."""
 
     def as_json(self) -> dict[str, Any]:
         budgets = self.dataset.spec.budgets
@@ -153,7 +155,7 @@ class Explained:
         began = f"from pack {self.planned_from}, of a snapshot" if self.planned_from else "from the start"
         print_line(
             f"{told.tokens:,} of {most:,} tokens, {len(told.samples)} samples; {told.buffered} wait in the buffer; "
-            f"planned {began}"
+            f"planned {began}, {self.known_from}"
         )
         places = [one.place for one in (*told.samples, *told.drops) if one.place is not None]
         files = _short_names(place.object for place in places)
@@ -197,8 +199,8 @@ def explain_pack(
             replay.skip_to(address.own_number, advance)
             plan = replay.plan(whole=True)
             advance(1)
-        is_sure = replay.is_sure(address.own_number)
-    return Explained(dataset, address, plan, tell_pack(plan, dataset), began, is_sure)
+        is_sure, known_from = replay.is_sure(address.own_number), replay.known_from
+    return Explained(dataset, address, plan, tell_pack(plan, dataset), began, is_sure, known_from)
 
 
 def print_reasons(reasons: Iterable[str]) -> None:

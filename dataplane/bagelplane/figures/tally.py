@@ -101,8 +101,7 @@ class PlanTally:
                 if segment.image is not None:
                     image = segment.image
                     images[segment.item.kind] += 1
-                    if self._is_pure:
-                        decoded[image.source.key] = image.source
+                    decoded[image.source.key] = image.source
                     key = (image.source.key, image.height, image.width)
                     pixels[key] = 3 * image.height * image.width
         self.lengths.append(plan.pack.length)

@@ -21,6 +21,7 @@ from bagelplane.engine.planner import PackPlan
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.sidecar.elastic import stored_states
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
+from bagelplane.sources.index import describe
 from bagelplane.spec import BagelDataset
 from bagelplane.stream import RankStream, open_rank_stream
 from bagelplane.topology import Topology
@@ -172,6 +173,11 @@ class Replay:
     def number(self) -> int:
         """Of the pack that is planned next, among the reader's."""
         return self._stream.step
+
+    @property
+    def known_from(self) -> str:
+        """Where rows are known from, in words."""
+        return describe(self._stream.index)
 
     def is_sure(self, number: int) -> bool:
         """Whether what is planned up to and with that pack is for sure what a run gives, but for departures."""
