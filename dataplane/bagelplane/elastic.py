@@ -25,7 +25,7 @@ from bagelplane.engine.elastic import (
     packs_known,
 )
 from bagelplane.engine.pack import Pack
-from bagelplane.engine.planner import PackPlan
+from bagelplane.engine.planner import Mark, PackPlan
 from bagelplane.engine.samples import known_bad_part
 from bagelplane.errors import BagelplaneError, SnapshotError
 
@@ -111,6 +111,10 @@ class ElasticStream:
         self.step, self._verify = step, verify
         if on_progress is not None:
             on_progress(step)
+
+    def marks(self) -> list[Mark]:
+        """What determines the packs after `step`: of the stream that is due."""
+        return [self._ready(*self._due(self.step)).mark]
 
     def state(self) -> dict[str, Any]:
         """JSON-able state after `step` packs of this rank: all that is known of its streams."""

@@ -392,6 +392,15 @@ class Snapshots(SpecModel):
         ge=1,
         le=MAX_INT64,
     )
+    lineage: bool = field(
+        "Keep a log beside the snapshots of which rows went into each pack, as Parquet; it is never pruned.",
+        False,
+    )
+
+    def rule_problems(self) -> Iterator[Problem]:
+        if self.lineage and self.uri is None:
+            fix = "set uri to a folder for snapshots and log, or take lineage out"
+            yield Problem(("lineage",), "needs a place for the log: snapshots.uri", show(True), fix)
 
 
 CHANGEABLE = ("tokenizer", "groups", "budgets", "conditioning", "model", "images", "data")

@@ -22,12 +22,12 @@ import numpy as np
 
 from bagelplane.costs import Costs
 from bagelplane.elastic import ElasticStream
-from bagelplane.engine.departures import DepartureCount, without_bad_images
+from bagelplane.engine.departures import DepartureCount, NameOf, without_bad_images
 from bagelplane.engine.drops import Drop, DropLog, DropReason
 from bagelplane.engine.elastic import ElasticPlace, check_world_size
 from bagelplane.engine.layout import build_pack
 from bagelplane.engine.pack import Pack
-from bagelplane.engine.packer import PlacedSample, SpecialTokens
+from bagelplane.engine.packer import SpecialTokens
 from bagelplane.engine.planner import Mark, PackPlan, PackPlanner
 from bagelplane.engine.profile import PROFILES, Profile
 from bagelplane.engine.raw_samples import RawPixels
@@ -156,6 +156,11 @@ class WorkerStream:
         """JSON-able state after the last pack handed over."""
         return self._planner.state_to_json(self._mark)
 
+    @property
+    def mark(self) -> Mark:
+        """All that determines the packs after the last one handed over."""
+        return self._mark
+
     def planned(self) -> tuple[dict[str, Any], list[Drop]]:
         """Of the pack that `next_pack` is making: the JSON-able state after it, and what it drops."""
         assert self._pending is not None
@@ -177,6 +182,7 @@ class WorkerStream:
             tokens=self._tokens,
             all_keys=self._planner.profile.always_all_keys,
         )
+        pack.plan = plan
         prepared = _Prepared(plan, pack, images)
         rests_on = {} if self.is_pure else plan.opened
         for source in {**rests_on, **prepared.emitted}.values():
@@ -311,13 +317,12 @@ def decode_failure(source: Any, targets: Sequence[np.ndarray] = ()) -> ImageErro
     return None
 
 
-def departure_of(placed: PlacedSample) -> tuple[DropReason, str] | None:
-    """Why a sample leaves its pack in profile Strict, and the cause; None when all images of it decode."""
-    for segment in placed.segments:
-        failure = None if segment.image is None else decode_failure(segment.image.source)
-        if failure is not None:
-            return _reason_of(failure)
-    return None
+def without_undecodable(plan: PackPlan, name_of: NameOf) -> PackPlan:
+    """What is left of a plan in profile Strict. Decodes the images of the pack, in the thread of the caller."""
+    images = [segment.image for placed in plan.pack.placed for segment in placed.segments if segment.image]
+    failures = {image.source.key: decode_failure(image.source) for image in images}
+    bad = {key: _reason_of(failure) for key, failure in failures.items() if failure is not None}
+    return without_bad_images(plan, bad, name_of) if bad else plan
 
 
 def decode_into(source: Any, targets: Sequence[np.ndarray] = ()) -> str | None:
@@ -393,6 +398,10 @@ class RankStream:
         self._worker_states[number] = self._workers[number].state()
         self.step += 1
         return plan
+
+    def marks(self) -> list[Mark]:
+        """By worker, what determines the packs after `step`."""
+        return [worker.mark for worker in self._workers]
 
     def state(self) -> dict[str, Any]:
         """JSON-able state after `step` packs."""

@@ -121,8 +121,9 @@ def test_a_row_is_found_in_just_the_packs_that_have_it(name: str) -> None:
     for place in chosen:
         search = start_search(dataset, place.object, place.row, place.row_group, world_size)
         assert search.place == place
-        found, is_sure = search_row(dataset, search, steps, store=None, verify=True)
-        assert is_sure
+        answer = search_row(dataset, search, steps, store=None, verify=True)
+        assert answer.is_sure
+        found = answer.sightings
         trained = [(one.pack.step, one.pack.rank) for one in found if one.fate == "trained"]
         assert trained == sorted(packed.get(place, []))
         lost = [(one.pack.step, one.pack.rank, str(one.reason)) for one in found if one.fate == "dropped"]
@@ -139,7 +140,7 @@ def test_a_row_that_waits_is_found_in_the_buffer() -> None:
     place = plan.after.buffer[0].place
     assert place is not None
     search = start_search(dataset, place.object, place.row, place.row_group, len(recording.ranks))
-    found, _ = search_row(dataset, search, count, store=None, verify=True)
+    found = search_row(dataset, search, count, store=None, verify=True).sightings
     assert ("buffered", count - 1) in [(one.fate, one.pack.step) for one in found]
 
 
@@ -257,8 +258,9 @@ def test_an_elastic_row_is_found_where_every_stream_has_it() -> None:
                 seen[sample.place].append(number * 4 + stream)
     place = max(seen, key=lambda place: (len(seen[place]), str(place)))
     search = start_search(dataset, place.object, place.row, place.row_group, 2)
-    found, is_sure = search_row(dataset, search, 16, store=None)
-    assert is_sure
+    answer = search_row(dataset, search, 16, store=None)
+    assert answer.is_sure
+    found = answer.sightings
     assert [one.pack.number for one in found if one.fate == "trained"] == sorted(seen[place])
     assert all((one.pack.step, one.pack.rank) == divmod(one.pack.number, 2) for one in found)
 
@@ -276,9 +278,9 @@ def test_a_sample_that_left_its_pack_is_told_as_a_drop(damaged: Path) -> None:
     step, place = departed
     assert place is not None
     search = start_search(dataset, place.object, place.row, place.row_group, reader.count)
-    found, is_sure = search_row(dataset, search, step + 1, store=None)
-    assert is_sure
-    [one] = [one for one in found if (one.pack.step, one.pack.rank) == (step, 0)]
+    answer = search_row(dataset, search, step + 1, store=None)
+    assert answer.is_sure
+    [one] = [one for one in answer.sightings if (one.pack.step, one.pack.rank) == (step, 0)]
     assert (one.fate, one.sample) == ("dropped", None)
     assert one.reason in ("image_undecodable", "image_truncated")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ from bagelplane.cli.app import main
 from bagelplane.cli.demo import RESOURCE
 from bagelplane.cli.preview import cards_of_plan
 from bagelplane.demo_data import Recipe, make_data_set
+from bagelplane.engine.pack_rows import rows_of
 from bagelplane.engine.planner import PackPlan
 from bagelplane.figures.contact_sheet import WIDTH
 from bagelplane.figures.pack_cards import PackCards
 from bagelplane.lineage.explanation import tell_pack
+from bagelplane.lineage.replay import Reader, Replay
+from bagelplane.sidecar.lease import LeaseTimes
+from bagelplane.sidecar.lineage_log import LineageLog
+from bagelplane.sidecar.store import begin_run, open_snapshot_store
 from bagelplane.spec import BagelDataset, load_dataset
 
 
@@ -181,3 +187,83 @@ def test_files_are_told_by_name_where_that_tells_them_apart_and_their_addresses_
     table = run(capsys, "explain", str(resource), "--step", "5", "--world-size", "2")
     objects = {sample["object"] for sample in explained(capsys, resource, 5)["samples"]}
     assert all(table.count(uri) == 1 for uri in objects)
+
+
+LOGGED_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def logged(resource: Path) -> Path:
+    """The resource with snapshots, and the log of a run that took six packs on each of two ranks."""
+    path = resource.with_name("logged.yaml")
+    path.write_text(
+        resource.read_text() + f"  snapshots: {{uri: {resource.parent}/snapshots, lineage: true}}\n"
+    )
+    dataset = load_dataset(path)
+    store = open_snapshot_store(dataset)
+    assert store is not None
+    begin_run(
+        store, job="", lock="", resume="latest", world_size=2, ranks_in_use=tuple, times=LeaseTimes(60.0)
+    )
+    row_log, groups = LineageLog(store), [group.name for group in dataset.spec.groups]
+    for rank in (0, 1):
+        with closing(Replay(dataset, Reader(rank, 2), 0, store=None)) as replay:
+            for step in range(LOGGED_STEPS):
+                row_log.add(rank, 2, step, rows_of(replay.plan(whole=True), groups))
+        assert row_log.write(rank) == LOGGED_STEPS
+    assert store.lease is not None
+    store.lease.end()
+    return path
+
+
+def test_what_the_log_tells_is_what_planning_tells_and_it_says_where_it_is_from(
+    capsys: pytest.CaptureFixture[str], logged: Path
+) -> None:
+    for step in range(LOGGED_STEPS):
+        command = ("explain", str(logged), "--step", str(step), "--rank", "1", "--world-size", "2")
+        by_log = json.loads(run(capsys, *command, "-o", "json"))
+        by_plan = json.loads(run(capsys, *command, "-o", "json", "--plan"))
+        assert (by_log["source"], by_plan["source"]) == ("log", "plan")
+        assert by_log["logged_run"]
+        for document in (by_log, by_plan):
+            for sample in document["samples"]:
+                del sample["splits"], sample["items"]
+            for name in ("source", "logged_run", "planned_from", "buffered_samples"):
+                del document[name]
+        assert by_log == by_plan
+    table = run(capsys, *command)
+    assert "from the log of rows of run" in table
+    assert "splits" not in table.partition("(--plan tells splits and pictures too)")[2]
+    beyond = ("explain", str(logged), "--step", str(LOGGED_STEPS), "--world-size", "2", "-o", "json")
+    assert json.loads(run(capsys, *beyond))["source"] == "plan"
+    from_start = run(capsys, *command, "-o", "json", "--from-start")
+    assert json.loads(from_start)["source"] == "plan"
+
+
+def test_find_reads_the_log_and_plans_what_it_lacks(capsys: pytest.CaptureFixture[str], logged: Path) -> None:
+    sample = explained(capsys, logged, 4)["samples"][1]
+    row = ["--object", sample["object"], "--row", str(sample["row"])]
+    row += ["--row-group", str(sample["row_group"])] if sample["row_group"] is not None else []
+    command = ("find", str(logged), *row, "--steps", str(LOGGED_STEPS + 3), "--world-size", "2")
+    found = json.loads(run(capsys, *command, "-o", "json"))
+    planned = json.loads(run(capsys, *command, "-o", "json", "--plan"))
+    readers = planned["planned_packs"] // (LOGGED_STEPS + 3)
+    assert (found["logged_packs"], found["planned_packs"]) == (readers * LOGGED_STEPS, readers * 3)
+    assert planned["logged_packs"] == 0
+    assert found["sightings"] == planned["sightings"] != []
+    assert f"{readers * LOGGED_STEPS} packs from the log of rows, {readers * 3} planned again" in run(
+        capsys, *command
+    )
+
+
+def test_a_damaged_part_is_said_so_and_its_steps_are_planned(
+    capsys: pytest.CaptureFixture[str], logged: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    [part] = (logged.parent / "snapshots" / "lineage").glob("*/rank-00000-of-00002/*.parquet")
+    whole = part.read_bytes()
+    try:
+        part.write_bytes(whole[: len(whole) // 2])
+        assert explained(capsys, logged, 4)["source"] == "plan"
+        assert f"the part {part} of the log of rows is damaged" in caplog.text
+    finally:
+        part.write_bytes(whole)

@@ -269,6 +269,7 @@ FAULTS = [
     ),
     ("spec.groups.0.datasets.0.uri", "s3://bucket/" + "x" * 2048, "must have at most 2048 characters"),
     ("spec.groups.0.datasets", [{"name": f"d{i}", "uri": "x"} for i in range(257)], "at most 256 entries"),
+    ("spec.snapshots", {"lineage": True}, "spec.snapshots.lineage: needs a place for the log: snapshots.uri"),
 ]
 
 
@@ -417,7 +418,7 @@ def test_advice_names_what_is_seldom_meant(path: str, value: object, expected: s
     [
         ("metadata.name", "other"),
         ("spec.storage", {"endpointURL": "http://127.0.0.1:1", "region": "eu"}),
-        ("spec.snapshots", {"uri": "elsewhere", "everySteps": 3}),
+        ("spec.snapshots", {"uri": "elsewhere", "everySteps": 3, "lineage": True}),
         ("spec.dataplane", {"decodeThreads": 8, "ring": {"packs": 2}}),
         ("spec.budgets.flexBlockSize", 64),
         ("spec.drops", {"maxConsecutive": 7}),

@@ -69,7 +69,7 @@ spec:
     maxPatchesPerSide: 70
     interpolatePositions: false
   sharding: {mode: Bagel, streams: 64, workersPerRank: 0, dataSeed: 42, globalSeed: 0}
-  snapshots: {uri: s3://bucket/snapshots/, everySteps: 100, keepLast: 5, keepEvery: 10000}
+  snapshots: {uri: s3://bucket/snapshots/, everySteps: 100, keepLast: 5, keepEvery: 10000, lineage: true}
   resume: {allowSpecChange: [groups]}
   drops: {maxConsecutive: 1000}
   images: {maxPixels: 89000000}

@@ -28,7 +28,15 @@ from bagelplane.cli.preview import cards_of_plan, write_sheet
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.rows import RowPlace
 from bagelplane.figures.contact_sheet import Fonts
-from bagelplane.lineage.explanation import ItemTold, PackTold, SampleTold, describe_reason, tell_pack
+from bagelplane.lineage.explanation import (
+    ItemTold,
+    PackTold,
+    SampleTold,
+    describe_reason,
+    tell_logged,
+    tell_pack,
+)
+from bagelplane.lineage.log import RowLog
 from bagelplane.lineage.replay import PackAddress, Replay, address_of, stored_world_size
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.sidecar.store import open_snapshot_store
@@ -54,6 +62,9 @@ WorldSizeOption = Annotated[
 FromStartOption = Annotated[
     bool, typer.Option("--from-start", help="Plan from the start; do not look at snapshots.")
 ]
+PlanOption = Annotated[
+    bool, typer.Option("--plan", help="Plan again, though the run's log of rows may have the answer.")
+]
 VerifyOption = Annotated[
     bool,
     typer.Option("--verify", help="Decode the images on the way: exact where some do not decode, and slow."),
@@ -76,6 +87,7 @@ def explain(
         ),
     ] = None,
     verify: VerifyOption = False,
+    plan: PlanOption = False,
     from_start: FromStartOption = False,
     threads: DecodeThreadsOption = 2,
     output: FormatOption = Format.TABLE,
@@ -91,7 +103,8 @@ def explain(
     """Tell which rows are in one pack: where each is stored, its tokens, splits and pictures, what conditioning
     dropout left out of it; and which rows were dropped on the way from the pack before, and why.
 
-    Plans forward from the nearest snapshot of the resource, else from the start; no sidecar has to run.
+    Reads the run's log of rows if it has that pack (snapshots.lineage), which tells no splits and pictures. Else, and
+    with --plan, plans forward from the nearest snapshot of the resource or from the start; no sidecar has to run.
 
     Examples:
 
@@ -106,33 +119,56 @@ def explain(
     store = None if from_start else open_snapshot_store(dataset)
     world_size = world_size or stored_world_size(store) or 1
     address = address_of(dataset, rank=rank, world_size=world_size, step=step, position=position)
-    # A picture of what is not sure would show a pack that the run never gave.
-    verify = verify or picture is not None
-    explained = explain_pack(dataset, address, store, verify=verify, decode_threads=threads)
+    row_log = None if plan or picture is not None else open_row_log(store)
+    explained = explain_pack(
+        dataset,
+        address,
+        store,
+        row_log=row_log,
+        # A picture of what is not sure would show a pack that the run never gave.
+        verify=verify or picture is not None,
+        decode_threads=threads,
+    )
     if output is Format.JSON:
         print_json(explained.as_json())
     else:
         explained.print_tables()
     if picture is not None and fonts is not None:
+        assert explained.plan is not None
         shown = cards_of_plan(dataset, explained.plan, address.step)
         title = f"{dataset.metadata.name}: {address}"
         write_sheet([shown], picture, title=title, fonts=fonts)
         print_note(f"wrote {picture}")
 
 
+def open_row_log(store: SnapshotStore | None) -> RowLog | None:
+    """What the run logged beside its snapshots; None without snapshots."""
+    return None if store is None else RowLog(store)
+
+
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One pack as planned again, and how to show it."""
+    """One pack as logged or planned again, and how to show it."""
 
     dataset: BagelDataset
     address: PackAddress
-    plan: PackPlan
     told: PackTold
-    planned_from: int
-    """Number of the pack that planning began with, among those of the same rank or stream."""
     is_sure: bool
-    known_from: str
+    logged_run: str | None = None
+    """Id of the run whose log told it; None for one that was planned."""
+    plan: PackPlan | None = None
+    planned_from: int | None = None
+    """Number of the pack that planning began with, among those of the same rank or stream."""
+    known_from: str = ""
     """Where planning knew rows from, in words."""
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, in words."""
+        if self.logged_run is not None:
+            return f"from the log of rows of run {self.logged_run} (--plan tells splits and pictures too)"
+        began = f"from pack {self.planned_from}, of a snapshot" if self.planned_from else "from the start"
+        return f"{self.told.buffered} wait in the buffer; planned {began}, {self.known_from}"
 
     def as_json(self) -> dict[str, Any]:
         budgets = self.dataset.spec.budgets
@@ -141,6 +177,8 @@ class Explained:
             "dataset": self.dataset.metadata.name,
             "profile": self.dataset.spec.profile,
             **self.address.as_json(),
+            "source": "log" if self.logged_run is not None else "plan",
+            "logged_run": self.logged_run,
             "planned_from": self.planned_from,
             "is_sure": self.is_sure,
             "expected_tokens": budgets.expected_tokens,
@@ -152,14 +190,11 @@ class Explained:
         """On stdout, for people."""
         told, most = self.told, self.dataset.spec.budgets.max_tokens
         print_line(f"{self.dataset.metadata.name}, {self.address}")
-        began = f"from pack {self.planned_from}, of a snapshot" if self.planned_from else "from the start"
-        print_line(
-            f"{told.tokens:,} of {most:,} tokens, {len(told.samples)} samples; {told.buffered} wait in the buffer; "
-            f"planned {began}, {self.known_from}"
-        )
+        print_line(f"{told.tokens:,} of {most:,} tokens, {len(told.samples)} samples; {self.source}")
         places = [one.place for one in (*told.samples, *told.drops) if one.place is not None]
         files = _short_names(place.object for place in places)
-        columns = ("", "group", "file", "row", "tokens", "splits", "pictures", "left out")
+        parts = ("splits", "pictures", "left out") if self.plan is not None else ()
+        columns: tuple[str, ...] = ("", "group", "file", "row", "tokens", *parts)
         rows = [(number, *_sample_row(sample, files)) for number, sample in enumerate(told.samples)]
         print_table("", columns, rows)
         if told.drops:
@@ -181,10 +216,17 @@ class Explained:
 
 
 def explain_pack(
-    dataset: BagelDataset, address: PackAddress, store: SnapshotStore | None, *, verify: bool = False,
-    decode_threads: int = 1,
+    dataset: BagelDataset, address: PackAddress, store: SnapshotStore | None, *, row_log: RowLog | None = None,
+    verify: bool = False, decode_threads: int = 1,
 ) -> Explained:  # fmt: skip
-    """Plan up to a pack, and tell of it. Raises what opening and planning a stream raises."""
+    """Look a pack up in the log of rows, else plan up to it; and tell of it.
+
+    Raises what opening and planning a stream raises.
+    """
+    logged = row_log.pack(address) if row_log is not None else None
+    if logged is not None:
+        told = tell_logged(logged.rows, dataset)
+        return Explained(dataset, address, told, is_sure=True, logged_run=logged.run)
     replay = Replay(
         dataset,
         address.reader,
@@ -200,7 +242,8 @@ def explain_pack(
             plan = replay.plan(whole=True)
             advance(1)
         is_sure, known_from = replay.is_sure(address.own_number), replay.known_from
-    return Explained(dataset, address, plan, tell_pack(plan, dataset), began, is_sure, known_from)
+    told = tell_pack(plan, dataset)
+    return Explained(dataset, address, told, is_sure, plan=plan, planned_from=began, known_from=known_from)
 
 
 def print_reasons(reasons: Iterable[str]) -> None:
@@ -225,18 +268,19 @@ def _where(place: RowPlace | None, files: Mapping[str, str]) -> tuple[object, ..
     ) if place.row_group is None else f"{place.row_group}/{place.row}"
 
 
-def _splits(sample: SampleTold) -> str:
+def _splits(splits: Iterable[tuple[int, str]]) -> str:
     """Neighbours of one mode of attention together."""
-    runs = groupby(sample.splits, key=itemgetter(1))
+    runs = groupby(splits, key=itemgetter(1))
     return ", ".join(f"{' + '.join(str(tokens) for tokens, _ in run)} {mode}" for mode, run in runs)
 
 
 def _sample_row(sample: SampleTold, files: Mapping[str, str]) -> tuple[object, ...]:
+    row = (sample.group, *_where(sample.place, files), sample.tokens)
+    if sample.splits is None or sample.items is None:
+        return row
     return (
-        sample.group,
-        *_where(sample.place, files),
-        sample.tokens,
-        _splits(sample),
+        *row,
+        _splits(sample.splits),
         ", ".join(_picture(item) for item in sample.items if item.size is not None and not item.left_out),
         ", ".join(_picture(item) for item in sample.items if item.left_out),
     )

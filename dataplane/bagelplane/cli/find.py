@@ -9,9 +9,11 @@ import typer
 from bagelplane.cli.explain import (
     NOT_SURE,
     FromStartOption,
+    PlanOption,
     ResourceArgument,
     VerifyOption,
     WorldSizeOption,
+    open_row_log,
     print_reasons,
 )
 from bagelplane.cli.output import (
@@ -26,7 +28,7 @@ from bagelplane.cli.output import (
 from bagelplane.errors import SpecError
 from bagelplane.lineage.explanation import place_as_json
 from bagelplane.lineage.replay import stored_world_size
-from bagelplane.lineage.search import Search, Sighting, search_row, start_search
+from bagelplane.lineage.search import Found, Search, Sighting, search_row, start_search
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset, load_dataset, refuse_unsupported
@@ -58,6 +60,7 @@ def find(
     ] = None,
     world_size: WorldSizeOption = None,
     verify: VerifyOption = False,
+    plan: PlanOption = False,
     from_start: FromStartOption = False,
     threads: DecodeThreadsOption = 2,
     output: FormatOption = Format.TABLE,
@@ -65,7 +68,8 @@ def find(
     """Tell at which steps, and by which ranks, one row was or will be trained on; where it was dropped, and why; and
     whether it still waits in a buffer.
 
-    Plans the packs of those ranks (or streams) that have the row's file in their share of the data, from the start.
+    Looks at the packs of those ranks (or streams) that have the row's file in their share of the data: reads them in
+    the run's log of rows (snapshots.lineage), and plans those that it does not have.
 
     Examples:
 
@@ -79,19 +83,31 @@ def find(
     until = _until(dataset, store, steps, world_size)
     search = start_search(dataset, object_uri, row, row_group, world_size)
     with progress("planning", search.packs(until)) as advance:
-        found, is_sure = search_row(
-            dataset, search, until, store=store, verify=verify, decode_threads=threads, on_progress=advance
+        found = search_row(
+            dataset,
+            search,
+            until,
+            store=store,
+            row_log=None if plan else open_row_log(store),
+            verify=verify,
+            decode_threads=threads,
+            on_progress=advance,
         )
     if output is Format.JSON:
-        print_json(_as_json(dataset, search, until, found, is_sure))
+        print_json(_as_json(dataset, search, until, found))
         return
-    print_line(f"{search.place}: {_summary(search, found)}, {_range(dataset, until)}")
-    if found:
-        elastic = ("pack", "stream") if found[0].pack.streams else ()
+    sightings = found.sightings
+    print_line(f"{search.place}: {_summary(search, sightings)}, {_range(dataset, until)}")
+    if found.logged_packs:
+        print_line(
+            f"{found.logged_packs:,} packs from the log of rows, {found.planned_packs:,} planned again"
+        )
+    if sightings:
+        elastic = ("pack", "stream") if sightings[0].pack.streams else ()
         columns = ("step", "rank", *elastic, "group", "fate", "sample", "tokens", "why")
-        print_table("", columns, [_columns(one) for one in found])
-        print_reasons(one.reason for one in found)
-    if not is_sure:
+        print_table("", columns, [_columns(one) for one in sightings])
+        print_reasons(one.reason for one in sightings)
+    if not found.is_sure:
         print_line(NOT_SURE)
 
 
@@ -137,9 +153,7 @@ def _columns(one: Sighting) -> tuple[object, ...]:
     return (pack.step, pack.rank, *elastic, one.group, one.fate, one.sample, one.tokens, why)
 
 
-def _as_json(
-    dataset: BagelDataset, search: Search, until: int, found: list[Sighting], is_sure: bool
-) -> dict[str, Any]:
+def _as_json(dataset: BagelDataset, search: Search, until: int, found: Found) -> dict[str, Any]:
     elastic = dataset.spec.sharding.mode == "Elastic"
     return {
         "version": 1,
@@ -149,6 +163,8 @@ def _as_json(
         "world_size": search.world_size,
         "before_position" if elastic else "before_step": until,
         "is_read": bool(search.readers),
-        "is_sure": is_sure,
-        "sightings": [one.as_json() for one in found],
+        "is_sure": found.is_sure,
+        "logged_packs": found.logged_packs,
+        "planned_packs": found.planned_packs,
+        "sightings": [one.as_json() for one in found.sightings],
     }

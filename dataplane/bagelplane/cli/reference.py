@@ -18,6 +18,13 @@ from bagelplane.cli.app import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from bagelplane.cli.output import print_line, print_note
 from bagelplane.cli.reference_chart import VALUES_SCHEMA, build_chart_files, value_rows
 from bagelplane.engine.drops import DropReason
+from bagelplane.sidecar.lineage_format import (
+    COLUMNS,
+    LINEAGE_FORMAT,
+    LINEAGE_VERSION,
+    PART_STEPS,
+    PartKey,
+)
 from bagelplane.sidecar.metrics import METRICS, exposed_names
 from bagelplane.sidecar.report import STATUS_VERSION, SidecarStatus
 from bagelplane.spec import API_VERSION, KIND
@@ -65,6 +72,7 @@ def build_files(root: Path = ROOT) -> dict[str, str]:
         "drop-reasons": _drop_page(),
         "metrics": _metric_page(),
         "status": _status_page(),
+        "lineage": _lineage_page(),
         "conditions": _condition_page(),
         "chart-values": _chart_page(values),
     }
@@ -195,6 +203,33 @@ def _status_table(title: str, fields: Sequence[FieldDoc]) -> Iterator[str]:
         for field in fields
     ]
     yield from _table(("Field", "Type", "Unit", "Meaning"), rows)
+
+
+def _lineage_page() -> Iterator[str]:
+    yield f"{_ORIGIN}# The log of rows\n"
+    yield (
+        "What a sidecar writes below `snapshots.uri` with `snapshots.lineage: true`: one line for each row of each "
+        "pack that was trained on, and for each row that was dropped on the way to it. Parquet with zstd, for anything "
+        "that reads it. [explain and find](../guides/explain.md) read it.\n"
+    )
+    yield f"    {PartKey('<run>', 3, 8, 12 * PART_STEPS).uri('<snapshots.uri>')}\n"
+    yield (
+        f"A file holds {PART_STEPS:,} steps of one rank of a world, from the step in its name on; the last one as many "
+        "as there are. It is replaced as a whole each time that it grows: there is never half of one. The run's id is "
+        "that of its snapshots' folders; which runs are the history, the records in `runs/` say. With elastic "
+        "sharding, worlds of several sizes have files of their own, and where one took up in mid-round what another "
+        "had begun, both may hold a pack: with the same rows.\n"
+    )
+    yield from _table(
+        ("Column", "Type", "Meaning"), [(f"`{name}`", kind, text) for name, kind, text in COLUMNS]
+    )
+    yield (
+        f"Lines are in the order of the steps; in a step first the rows of the pack, in its order. Texts that are no "
+        "UTF-8 have `\\udc80` and the like in place of what is none. The file's metadata have one key of ours, "
+        f"`bagelplane`: JSON with `format` (`{LINEAGE_FORMAT}`), `version` ({LINEAGE_VERSION}; another one when a "
+        "column goes or means something else), `run`, `rank`, `world_size`, `first_step`, `streams` (0 under Bagel "
+        "sharding), `dataset` and `spec_hash`.\n"
+    )
 
 
 def _condition_page() -> Iterator[str]:

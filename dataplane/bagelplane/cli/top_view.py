@@ -179,6 +179,11 @@ def _snapshot_problems(snapshots: Mapping[str, Any]) -> Iterator[str]:
             f"{snapshots['given_up']} snapshots were given up, because the store was behind. Fix: look at the store, "
             "or raise snapshots.everySteps"
         )
+    lineage = snapshots.get("lineage") or {}
+    if lineage.get("problem"):
+        yield f"log of rows: {lineage['problem']}"
+    elif lineage.get("lost_packs"):
+        yield f"the log of rows lacks {lineage['lost_packs']} packs, because the store was behind; they can be planned"
 
 
 # --- the frame ------------------------------------------------------------------------------------

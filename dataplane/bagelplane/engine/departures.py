@@ -16,6 +16,8 @@ from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.samples import PLAIN_TEXT, Sample
 from bagelplane.errors import DataError
 
+STAND_IN_TOKENS = 2
+"""Of a pack that all samples left."""
 DEPARTURE_REASONS = frozenset({DropReason.IMAGE_TRUNCATED, DropReason.IMAGE_UNDECODABLE})
 
 NameOf = Callable[[Sample], str]
@@ -61,8 +63,9 @@ def _moved(placed: PlacedSample, by: int) -> PlacedSample:
 def _empty_text() -> PlacedSample:
     sample = Sample()
     sample.add_text(PLAIN_TEXT, ())
-    segment = Segment(PLAIN_TEXT, start=0, length=2, rope=0, position_count=2)
-    return PlacedSample(sample, 0, 2, [segment], split_lens=[2], attn_modes=["causal"])
+    size = STAND_IN_TOKENS
+    segment = Segment(PLAIN_TEXT, start=0, length=size, rope=0, position_count=size)
+    return PlacedSample(sample, 0, size, [segment], split_lens=[size], attn_modes=["causal"])
 
 
 class DepartureCount:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from bagelplane.engine.planner import PackPlan
 
 
 @dataclass(slots=True)
@@ -33,3 +36,5 @@ class Pack:
     """Side of a ViT patch in pixels."""
     state: dict[str, Any]
     """JSON-able state of the rank after this pack, usually about 10 KB."""
+    plan: PackPlan | None = field(default=None, repr=False, compare=False)
+    """What it was made from, where it was made; it does not travel through the ring."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bagelplane.engine.departures import STAND_IN_TOKENS
 from bagelplane.engine.drops import Drop, DropReason
+from bagelplane.engine.pack_rows import PackRows
 from bagelplane.engine.packer import Part, PlacedSample
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.rows import RowPlace
@@ -42,9 +45,10 @@ class SampleTold:
     worker: int
     start: int
     end: int
-    splits: tuple[tuple[int, str], ...]
-    """(tokens, attention mode) of each."""
-    items: tuple[ItemTold, ...]
+    splits: tuple[tuple[int, str], ...] | None = None
+    """(tokens, attention mode) of each; None where they are not known: the log of rows has none."""
+    items: tuple[ItemTold, ...] | None = None
+    """None as well there."""
 
     @property
     def tokens(self) -> int:
@@ -58,8 +62,8 @@ class PackTold:
     tokens: int
     samples: tuple[SampleTold, ...]
     drops: tuple[Drop, ...]
-    buffered: int
-    """Samples that wait for a later pack."""
+    buffered: int | None = None
+    """Samples that wait for a later pack; None where it is not known."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -83,6 +87,26 @@ def tell_pack(plan: PackPlan, dataset: BagelDataset) -> PackTold:
     )
 
 
+def tell_logged(rows: PackRows, dataset: BagelDataset) -> PackTold:
+    """What the log of rows says of a pack: its rows, without splits and pictures."""
+    names = DatasetNames(dataset)
+    samples, start = [], 0
+    for row in rows.trained:
+        samples.append(
+            SampleTold(
+                group=row.group,
+                dataset=names.name(row.group, row.place),
+                place=row.place,
+                data_indexes=json.loads(row.data_indexes),
+                worker=row.worker,
+                start=start,
+                end=start + row.tokens,
+            )
+        )
+        start += row.tokens
+    return PackTold(tokens=start or STAND_IN_TOKENS, samples=tuple(samples), drops=rows.dropped)
+
+
 class DatasetNames:
     """Which data set of the resource a row belongs to."""
 
@@ -99,8 +123,8 @@ class DatasetNames:
             return None
         is_line = place.row_group is None
         where = place.object if is_line else place.object.rpartition("/")[0]
-        known = self._files if is_line else self._folders
-        return next((name for uri, name in known[group] if uri and same_object(uri, where)), None)
+        known = (self._files if is_line else self._folders).get(group, [])
+        return next((name for uri, name in known if uri and same_object(uri, where)), None)
 
 
 def drop_as_json(drop: Drop) -> dict[str, Any]:
@@ -163,17 +187,20 @@ def _sample_as_json(sample: SampleTold) -> dict[str, Any]:
         "worker_id": sample.worker,
         "start": sample.start,
         "tokens": sample.tokens,
-        "splits": [{"tokens": tokens, "mode": mode} for tokens, mode in sample.splits],
-        "items": [
-            {
-                "kind": item.kind,
-                "tokens": item.tokens,
-                "left_out": item.left_out,
-                "loss": item.has_loss,
-                "width": None if item.size is None else item.size[0],
-                "height": None if item.size is None else item.size[1],
-                "image": item.image,
-            }
-            for item in sample.items
-        ],
+        "splits": None
+        if sample.splits is None
+        else [{"tokens": tokens, "mode": mode} for tokens, mode in sample.splits],
+        "items": None if sample.items is None else [_item_as_json(item) for item in sample.items],
+    }
+
+
+def _item_as_json(item: ItemTold) -> dict[str, Any]:
+    return {
+        "kind": item.kind,
+        "tokens": item.tokens,
+        "left_out": item.left_out,
+        "loss": item.has_loss,
+        "width": None if item.size is None else item.size[0],
+        "height": None if item.size is None else item.size[1],
+        "image": item.image,
     }

@@ -18,6 +18,7 @@ from bagelplane.engine.elastic import (
     packs_known,
 )
 from bagelplane.engine.planner import PackPlan
+from bagelplane.engine.samples import Sample
 from bagelplane.errors import SnapshotError, SpecError
 from bagelplane.sidecar.elastic import stored_states
 from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
@@ -87,6 +88,12 @@ class Reader:
         """How many of its packs lie behind a snapshot of that step or position."""
         return packs_behind(snapshot, self.number, self.count) if self.elastic else snapshot
 
+    def own_number(self, number: int) -> int | None:
+        """Of a pack (`PackAddress.number`) among the reader's; None for one of another's."""
+        if not self.elastic:
+            return number
+        return number // self.count if number % self.count == self.number else None
+
     def address(self, own_number: int, world_size: int) -> PackAddress:
         """Of one of its packs, in a world of that many ranks."""
         if not self.elastic:
@@ -129,7 +136,7 @@ def address_of(
 
 def stored_world_size(store: SnapshotStore | None) -> int | None:
     """How many ranks wrote the newest snapshot; None where there is none."""
-    with _other_way_out():
+    with other_way_out():
         manifest = None if store is None else store.nearest(None)
     return None if manifest is None else manifest.topology.world_size
 
@@ -153,7 +160,7 @@ class Replay:
         self._verify = verify and not self._is_pure
         state, known_bad, self._known_until = None, dict[str, str](), 0
         if store is not None:
-            with _other_way_out():
+            with other_way_out():
                 topology = _stream_topology(dataset, reader)
                 newest = store.nearest(None, topology)
                 self._known_until = 0 if newest is None else reader.packs_behind(newest.step)
@@ -195,12 +202,16 @@ class Replay:
         """The next pack. `whole`: in profile Strict without the samples whose images do not decode."""
         return self._stream.plan_pack(verify=self._verify or (whole and self._is_pure))
 
+    def waiting(self) -> list[tuple[Sample, ...]]:
+        """What waits in the buffer of each worker, before the pack that is planned next."""
+        return [(*mark.buffer, *filter(None, [mark.carried])) for mark in self._stream.marks()]
+
     def close(self) -> None:
         self._stream.close()
 
 
 @contextmanager
-def _other_way_out() -> Iterator[None]:
+def other_way_out() -> Iterator[None]:
     """Whoever looks at the past can do without snapshots that cannot be used, unlike whoever resumes."""
     try:
         yield

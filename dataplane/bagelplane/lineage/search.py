@@ -1,19 +1,20 @@
 """What became of one row: in which packs it is, why it was dropped, whether it still waits.
 
-Only those ranks (or streams) are planned whose share of the data holds the row's file.
+Only those ranks (or streams) are looked at whose share of the data holds the row's file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bagelplane.engine.planner import PackPlan
+from bagelplane.engine.pack_rows import PackRows, RowFate, rows_of
 from bagelplane.engine.rows import RowPlace
 from bagelplane.errors import SpecError
 from bagelplane.lineage.explanation import describe_reason
+from bagelplane.lineage.log import RowLog
 from bagelplane.lineage.replay import OnProgress, PackAddress, Reader, Replay
 from bagelplane.settings import StreamSettings, units_of
 from bagelplane.sidecar.snapshots import SnapshotStore
@@ -21,7 +22,7 @@ from bagelplane.sources.conversation import count_lines
 from bagelplane.sources.parquet import rows_by_group
 from bagelplane.spec import BagelDataset
 from bagelplane.storage import Storage, same_object
-from bagelplane.stream import check_sources, departure_of
+from bagelplane.stream import check_sources, without_undecodable
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,64 +83,115 @@ def start_search(
     return Search(place, tuple(_readers_of(dataset, settings.for_streams(), place, world_size)), world_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search gave, and what it rests on."""
+
+    sightings: list[Sighting]
+    is_sure: bool
+    logged_packs: int
+    """Read from the log of rows."""
+    planned_packs: int
+    """Planned again, since the log does not have them."""
+
+
 def search_row(
     dataset: BagelDataset, search: Search, until: int, *, store: SnapshotStore | None,
-    verify: bool = False, decode_threads: int = 1, on_progress: OnProgress = lambda _: None,
-) -> tuple[list[Sighting], bool]:  # fmt: skip
-    """What becomes of the row before step `until` (with elastic sharding: that position); whether that is for sure.
+    row_log: RowLog | None = None, verify: bool = False, decode_threads: int = 1,
+    on_progress: OnProgress = lambda _: None,
+) -> Found:  # fmt: skip
+    """What becomes of the row before step `until` (with elastic sharding: that position).
 
-    Plans all packs of those that read its file, from their start. In profile Strict the images of the row's own
-    samples are decoded, so it is always sure; in profile Automodel as `Replay` has it.
+    Packs that `row_log` has are read there. All others of those that read its file are planned, from their start or
+    a snapshot. In profile Strict the images of the row's own packs are decoded, so it is always sure; in profile
+    Automodel as `Replay` has it.
     """
-    found: list[Sighting] = []
-    is_sure = True
+    sightings: list[Sighting] = []
+    is_sure, logged_packs, planned_packs = True, 0, 0
     for reader in search.readers:
-        count, workers = reader.packs_behind(until), max(1, reader.topology(dataset).num_workers)
-        replay = Replay(dataset, reader, 0, store=store, verify=verify, decode_threads=decode_threads)
-        last: dict[int, _Planned] = {}
-        with closing(replay):
-            for number in range(count):
-                worker, pack = number % workers, reader.address(number, search.world_size)
-                last[worker] = _Planned(replay.plan(), pack, worker)
-                found += _met(dataset, search.place, last[worker])
-                on_progress(1)
-            is_sure = is_sure and replay.is_sure(count - 1)
-        for planned in last.values():
-            found += _waiting(dataset, search.place, planned)
-    return sorted(found, key=lambda one: (one.pack.step, one.pack.rank, one.fate != "dropped")), is_sure
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    plan: PackPlan
-    pack: PackAddress
-    worker: int
-
-
-def _met(dataset: BagelDataset, place: RowPlace, planned: _Planned) -> Iterator[Sighting]:
-    """Where a pack has the row, and where it was dropped on the way to it."""
-    pack, worker = planned.pack, planned.worker
-    for drop in planned.plan.drops:
-        if drop.place == place:
-            yield Sighting("dropped", pack, worker, drop.group, reason=drop.reason, message=drop.message)
-    for number, placed in enumerate(planned.plan.pack.placed):
-        if placed.sample.place != place:
+        count = reader.packs_behind(until)
+        if not count:
             continue
-        group = dataset.spec.groups[placed.sample.group_index].name
-        departure = departure_of(placed) if dataset.spec.profile == "Strict" else None
-        if departure is None:
-            tokens = placed.end - placed.start
-            yield Sighting("trained", pack, worker, group, sample=number, tokens=tokens)
-        else:
-            yield Sighting("dropped", pack, worker, group, reason=departure[0], message=departure[1])
+        logged = row_log.fates(search.place, reader, count) if row_log is not None else {}
+        for number, fates in logged.items():
+            sightings += _sightings(dataset, search, reader, number, fates)
+        on_progress(len(logged))
+        replays = _Replays(dataset, reader, store, verify, decode_threads)
+        with closing(replays):
+            for number in range(count):
+                if number not in logged:
+                    rows = replays.rows_with(search.place, number)
+                    sightings += _sightings(dataset, search, reader, number, rows.fates_of(search.place))
+                    on_progress(1)
+            replay = replays.at(count)
+            is_sure = is_sure and replay.is_sure(count - 1)
+            sightings += _waiting(dataset, search, reader, replay)
+        logged_packs += len(logged)
+        planned_packs += count - len(logged)
+    sightings.sort(key=lambda one: (one.pack.step, one.pack.rank, one.fate != "dropped"))
+    return Found(sightings, is_sure, logged_packs, planned_packs)
 
 
-def _waiting(dataset: BagelDataset, place: RowPlace, planned: _Planned) -> Iterator[Sighting]:
-    after = planned.plan.after
-    for sample in (*after.buffer, after.carried):
-        if sample is not None and sample.place == place:
-            group = dataset.spec.groups[sample.group_index].name
-            yield Sighting("buffered", planned.pack, planned.worker, group, tokens=sample.size)
+class _Replays:
+    """One reader's packs in rising order; what is not asked for is planned, unless a snapshot leads past it."""
+
+    def __init__(
+        self, dataset: BagelDataset, reader: Reader, store: SnapshotStore | None, verify: bool,
+        decode_threads: int,
+    ) -> None:  # fmt: skip
+        self._dataset, self._reader, self._store = dataset, reader, store
+        self._verify, self._decode_threads = verify, decode_threads
+        self._groups = [group.name for group in dataset.spec.groups]
+        self._replay: Replay | None = None
+
+    def at(self, number: int) -> Replay:
+        """A replay that stands before that pack."""
+        if self._replay is None or self._replay.number < number:
+            self.close()
+            self._replay = Replay(
+                self._dataset, self._reader, number, store=self._store, verify=self._verify,
+                decode_threads=self._decode_threads,
+            )  # fmt: skip
+            self._replay.skip_to(number, lambda _: None)
+        return self._replay
+
+    def rows_with(self, place: RowPlace, number: int) -> PackRows:
+        """The rows of a pack; as it was handed over, if it has that row."""
+        plan = self.at(number).plan()
+        is_in = any(placed.sample.place == place for placed in plan.pack.placed)
+        if is_in and self._dataset.spec.profile == "Strict":
+            plan = without_undecodable(plan, lambda sample: self._groups[sample.group_index])
+        return rows_of(plan, self._groups)
+
+    def close(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+
+
+def _sightings(
+    dataset: BagelDataset, search: Search, reader: Reader, number: int, fates: Iterable[RowFate]
+) -> Iterator[Sighting]:
+    """Of one pack of the reader."""
+    pack, worker = reader.address(number, search.world_size), number % _workers(dataset, reader)
+    for fate in fates:
+        yield Sighting(
+            fate.fate, pack, worker, fate.group, fate.sample, fate.tokens, fate.reason, fate.message
+        )
+
+
+def _waiting(dataset: BagelDataset, search: Search, reader: Reader, replay: Replay) -> Iterator[Sighting]:
+    """Where the row waits in a buffer, before the pack that the replay plans next."""
+    workers = _workers(dataset, reader)
+    for worker, waiting in enumerate(replay.waiting()):
+        last = replay.number - 1 - (replay.number - 1 - worker) % workers
+        for sample in waiting if last >= 0 else ():
+            if sample.place == search.place:
+                pack, group = reader.address(last, search.world_size), dataset.spec.groups[sample.group_index]
+                yield Sighting("buffered", pack, worker, group.name, tokens=sample.size)
+
+
+def _workers(dataset: BagelDataset, reader: Reader) -> int:
+    return max(1, reader.topology(dataset).num_workers)
 
 
 def _spelling_of(settings: StreamSettings, object_uri: str) -> str:

@@ -80,9 +80,10 @@ def _of_sidecar(*path: str) -> Callable[[Status], Iterator[Sample]]:
 
 
 def _at(status: Status, path: Iterable[str]) -> Any:
+    """What stands there; None where a part on the way is null."""
     value: Any = status
     for name in path:
-        value = value[name]
+        value = value[name] if value is not None else None
     return value
 
 
@@ -174,6 +175,18 @@ _NAMED = {
         "gauge", "How long its last state took to write; absent before.", "snapshots", "last_write_seconds"
     ),
     "snapshots_waiting": _info("gauge", "States that are not written yet.", "snapshots", "waiting"),
+    "lineage_packs": _info(
+        "counter", "Packs whose rows are in the log of rows.", "snapshots", "lineage", "written_packs"
+    ),
+    "lineage_waiting_packs": _info(
+        "gauge", "Packs whose rows are not in the log yet.", "snapshots", "lineage", "waiting_packs"
+    ),
+    "lineage_lost_packs": _info(
+        "counter", "Packs that the log lacks, because the store was behind.", "snapshots", "lineage", "lost_packs"
+    ),
+    "lineage_failed": _info(
+        "counter", "Attempts to write the log that failed.", "snapshots", "lineage", "failed"
+    ),
     "known_bad_images": _info(
         "gauge", "Images known to open and not to decode (profile Automodel).", "known_bad_images"
     ),

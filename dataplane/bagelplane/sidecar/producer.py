@@ -29,6 +29,7 @@ import numpy as np
 from bagelplane.costs import Costs
 from bagelplane.engine.layout import write_planes
 from bagelplane.engine.pack import Pack
+from bagelplane.engine.pack_rows import rows_of
 from bagelplane.errors import (
     BagelplaneError,
     DataError,
@@ -240,8 +241,15 @@ class Producer:
                 "ring_wait_seconds": self._waited_seconds,
                 "costs": stream.costs.as_json(),
                 "drops": pack.state.get("drops", {}),
+                "rows": self._rows_of(pack),
             }
         )
+
+    def _rows_of(self, pack: Pack) -> dict[str, Any] | None:
+        """For the log of rows, if one is kept; a stream that tells no plan has none."""
+        if pack.plan is None or not self._dataset.spec.snapshots.lineage:
+            return None
+        return rows_of(pack.plan, [group.name for group in self._dataset.spec.groups]).as_json()
 
     def _allocate(self, pack: Pack) -> list[Image]:
         """A place in the ring for the pack: waits while the trainer holds all of it."""

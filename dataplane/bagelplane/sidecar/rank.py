@@ -170,6 +170,8 @@ class RankServer:
         """By local rank."""
         self.pid = 0
         self._records: deque[Published] = deque()
+        self._rows: dict[int, dict[str, Any]] = {}
+        """Of packs that were not acknowledged, as the producer told them (`PackRows`), by step."""
         self._published_until = progress.next_step
         self._process: asyncio.subprocess.Process | None = None
         self._control: asyncio.StreamWriter | None = None
@@ -246,6 +248,10 @@ class RankServer:
         """What keeps readers waiting that somebody should know of, in words; empty while there is nothing."""
         waits = self.longest_awaited_seconds >= _LAG_SECONDS
         return self._describe_stopped() or (self.describe() if waits and self._has_no_room else "")
+
+    def take_rows(self, step: int) -> dict[str, Any] | None:
+        """The rows of a pack, once; None where they were not told."""
+        return self._rows.pop(step, None)
 
     def attach(self, local_rank: int, listener: Listener, client: str) -> list[Published]:
         """From now on an admitted reader's packs go to `listener`. The ones that are ready for it."""
@@ -439,6 +445,8 @@ class RankServer:
             # Made again after a crash that lost only the acknowledgement.
             self._send({"type": "ack", "step": step})
             return
+        if frame["rows"] is not None:
+            self._rows[step] = frame["rows"]
         message = Published(step, frame["offset_bytes"], frame["length_bytes"], frame["epoch"])
         self._records.append(message)
         now, waited_seconds = time.monotonic(), 0.0

@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 
 from bagelplane import jpeg, resampling
 from bagelplane.sidecar.lease import RunLease
+from bagelplane.sidecar.lineage_writing import LineageWriter
 from bagelplane.sidecar.rank import RankServer
 from bagelplane.sidecar.tally import Drops
 from bagelplane.sidecar.tally import Histogram as Counted
@@ -137,6 +138,14 @@ class RunStatus(StatusModel):
     )
 
 
+class LineageStatus(StatusModel):
+    written_packs: int = field("Packs of which the log has the rows, written by this sidecar.", unit="packs")
+    waiting_packs: int = field("Acknowledged packs that are not in the store yet.", unit="packs")
+    lost_packs: int = field("Packs that were given up because the store was behind.", unit="packs")
+    failed: int = field("Attempts to write that failed; what they held is written later.")
+    problem: str = field("What the last attempt failed with; empty while all is well.")
+
+
 class SnapshotStatus(StatusModel):
     uri: str | None = field("Where snapshots are stored; null when nowhere.", None)
     last_step: int | None = field("Step of the newest complete one of this sidecar's.", None, unit="step")
@@ -151,6 +160,7 @@ class SnapshotStatus(StatusModel):
     retries: Counts = field("Requests made again by cause, as in `ranks[].storage`.")
     problem: str = field("What the last attempt failed with; empty while all is well.")
     run: RunStatus | None = field("The run that they are written for; null when nothing is written.", None)
+    lineage: LineageStatus | None = field("The log of rows; null when none is kept.", None)
 
 
 class SidecarStatus(StatusModel):
@@ -220,6 +230,18 @@ def _snapshot_status(supervisor: Supervisor, world_size: int) -> SnapshotStatus:
         retries=costs["retries"],
         problem=health.problem or (str(lease.problem) if lease is not None and lease.problem else ""),
         run=_run_status(lease) if lease is not None else None,
+        lineage=_lineage_status(supervisor.lineage) if supervisor.lineage is not None else None,
+    )
+
+
+def _lineage_status(writer: LineageWriter) -> LineageStatus:
+    health = writer.health
+    return LineageStatus(
+        written_packs=health.written_packs,
+        waiting_packs=writer.waiting_packs,
+        lost_packs=writer.lost_packs,
+        failed=health.failed,
+        problem=health.problem,
     )
 
 

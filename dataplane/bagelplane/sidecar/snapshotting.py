@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,9 +95,16 @@ class SnapshotHealth:
 class SnapshotWriter:
     """The queue of states to be written. Runs until `close`."""
 
-    def __init__(self, store: SnapshotStore | None, retention: Retention) -> None:
+    def __init__(
+        self,
+        store: SnapshotStore | None,
+        retention: Retention,
+        before_state: Callable[[int], Awaitable[object]] | None = None,
+    ) -> None:
+        """`before_state` is awaited before a state of that rank is written."""
         self._store = store
         self._retention = retention
+        self._before_state = before_state
         self._jobs: list[_Job] = []
         self._current: _Job | None = None
         self._wake = asyncio.Event()
@@ -201,6 +208,8 @@ class SnapshotWriter:
     async def _write(self, job: _Job) -> str:
         store = self._store
         assert store is not None
+        if self._before_state is not None:
+            await self._before_state(job.rank)
         begun = time.monotonic()
         for pause in (*_RETRY_SECONDS, None):
             try:

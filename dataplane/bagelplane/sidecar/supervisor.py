@@ -30,6 +30,7 @@ from bagelplane.shm.protocol import Attach, Resume, serve_unix
 from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.lease import LEASE_SECONDS, LeaseTimes
+from bagelplane.sidecar.lineage_writing import LineageWriter
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY, ProducerSetup
 from bagelplane.sidecar.rank import Progress, RankFailedError, RankServer, RankStoppedError, StartingPoint
 from bagelplane.sidecar.readers import BusyError
@@ -124,6 +125,7 @@ class Supervisor:
         self._listening: asyncio.Server | None = None
         self._problem = ""  # what trainers cannot attach for
         self.snapshots: SnapshotWriter
+        self.lineage: LineageWriter | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -139,7 +141,11 @@ class Supervisor:
         self._store, self._known_bad = found.store, found.known_bad
         if self.streams:
             self._elastic = ElasticRun(self.streams, self._store, self.settings.resume)
-        self.snapshots = SnapshotWriter(self._store, retention_of(self.dataset))
+        if self._store is not None and self.dataset.spec.snapshots.lineage:
+            self.lineage = LineageWriter(self._store)
+        # The log first: who resumes from a snapshot finds all rows before it told.
+        before_state = self.lineage.write if self.lineage is not None else None
+        self.snapshots = SnapshotWriter(self._store, retention_of(self.dataset), before_state)
         self._listening = await serve_unix(self._serve, self._directory.bind())
         watching = asyncio.create_task(self._watch_directory(), name="run directory")
         status = StatusServer(self, self.settings.status_host, self.settings.status_port)
@@ -561,6 +567,10 @@ class Supervisor:
         step = server.progress.next_step
         if self._store is None:
             return
+        rows = server.take_rows(step - 1)
+        if self.lineage is not None and rows is not None:
+            number = server.progress.position(step - 1) + server.rank if self.streams else step - 1
+            self.lineage.add(server.rank, server.world_size, number, rows)
         if step % self.dataset.spec.snapshots.every_steps == 0 or step in self._wanted_steps:
             self._submit(server, step)
 
@@ -617,10 +627,7 @@ class Supervisor:
         deadline = time.monotonic() + self.settings.grace_seconds
         self._submit_last()
         # Three seconds are left for the rest: a snapshot that a slow store lost is less than a killed pod.
-        if not await self.snapshots.drain(max(0.1, self.settings.grace_seconds - 3.0)):
-            log.error(
-                "the last snapshot was not written in time: %s", self.snapshots.health.problem or "slow store"
-            )
+        await self._drain(max(0.1, self.settings.grace_seconds - 3.0))
         await self.snapshots.close()
         await self._end_lease()
         for session in list(self._sessions):
@@ -631,6 +638,15 @@ class Supervisor:
             # What they were told last is on its way; the loop's end would cut it off.
             await asyncio.wait(self._sessions.values(), timeout=_GOODBYE_SECONDS)
         log.info("ended %.1f s before the deadline", deadline - time.monotonic())
+
+    async def _drain(self, seconds: float) -> None:
+        """Waits until the last snapshot and the log of rows are written, or time is up."""
+        writers = {"the last snapshot": self.snapshots, "the log of rows": self.lineage}
+        for name, writer in writers.items():
+            begun = time.monotonic()
+            if writer is not None and not await writer.drain(max(0.1, seconds)):
+                log.error("%s was not written in time: %s", name, writer.health.problem or "slow store")
+            seconds -= time.monotonic() - begun
 
     async def _end_lease(self) -> None:
         if self._store is None or self._store.lease is None:
