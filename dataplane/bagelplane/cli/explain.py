@@ -191,8 +191,8 @@ class Explained:
         told, most = self.told, self.dataset.spec.budgets.max_tokens
         print_line(f"{self.dataset.metadata.name}, {self.address}")
         print_line(f"{told.tokens:,} of {most:,} tokens, {len(told.samples)} samples; {self.source}")
-        places = [one.place for one in (*told.samples, *told.drops) if one.place is not None]
-        files = _short_names(place.object for place in places)
+        places = [*(sample.place for sample in told.samples), *(drop.place for drop in told.drops)]
+        files = _short_names(place.object for place in places if place is not None)
         parts = ("splits", "pictures", "left out") if self.plan is not None else ()
         columns: tuple[str, ...] = ("", "group", "file", "row", "tokens", *parts)
         rows = [(number, *_sample_row(sample, files)) for number, sample in enumerate(told.samples)]
