@@ -151,8 +151,8 @@ class Failing:
         self._inner = open_storage(StorageSettings())
         self.error: Exception | None = None
 
-    def read_bytes(self, uri: str) -> bytes:
-        return self._inner.read_bytes(uri)
+    def read_bytes(self, uri: str, *, limit_bytes: int | None = None) -> bytes:
+        return self._inner.read_bytes(uri, limit_bytes=limit_bytes)
 
     def write_bytes(self, uri: str, data: bytes, *, only_if_absent: bool = False) -> None:
         if self.error is not None:

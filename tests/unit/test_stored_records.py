@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bagelplane
 from bagelplane.errors import SnapshotError
 from bagelplane.sidecar.fingerprint import Fingerprint, read_fingerprint, write_fingerprint
 from bagelplane.sidecar.lease import Identity, LeaseTimes, RunLease
@@ -248,3 +250,15 @@ def test_an_origin_without_end_in_the_record_of_a_run_is_refused() -> None:
     content = {**RUN.as_json(), "origin": {"run": "4567abcd", "step": float("inf")}}
     with pytest.raises(SnapshotError, match=r"place/run has a wrong field.*step is inf"):
         parse_run(content, "place/run", 3)
+
+
+def test_nothing_of_ours_is_read_from_a_store_without_a_limit() -> None:
+    package = Path(bagelplane.__file__).parent
+    unlimited = [
+        f"{path.name}: {line.strip()}"
+        for folder in ("sidecar", "lineage")
+        for path in sorted((package / folder).rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"\.read_bytes\(", line) and "limit_bytes=" not in line
+    ]
+    assert unlimited == []

@@ -29,7 +29,7 @@ from bagelplane.sidecar.lineage_format import (
     run_uri,
     steps_in,
 )
-from bagelplane.sidecar.runs import Lineage
+from bagelplane.sidecar.runs import Lineage, read_object
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.storage import ObjectMissingError
 
@@ -126,7 +126,7 @@ class RowLog:
     def _read(self, key: PartKey) -> Any:
         uri = key.uri(self._base)
         try:
-            return decode_part(self._storage.read_bytes(uri), key, uri)
+            return decode_part(read_object(self._storage, uri), key, uri)
         except ObjectMissingError:
             return None
         except SnapshotError as error:

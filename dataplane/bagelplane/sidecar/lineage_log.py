@@ -27,6 +27,7 @@ from bagelplane.sidecar.lineage_format import (
     merge,
     steps_in,
 )
+from bagelplane.sidecar.runs import read_object
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.storage import ObjectMissingError
 
@@ -123,7 +124,7 @@ class LineageLog:
     def _stored(self, key: PartKey) -> pa.Table | None:
         uri = key.uri(self._store.uri)
         try:
-            return decode_part(self._store.storage.read_bytes(uri), key, uri)
+            return decode_part(read_object(self._store.storage, uri), key, uri)
         except ObjectMissingError:
             return None
         except SnapshotError as error:
