@@ -3,6 +3,8 @@
 A position is all that has to be known; every state of a stream at or below it saves planning forward. They come from
 the trainer's own state, from ranks that this sidecar serves or served at another world size, and from snapshots,
 whichever of them is nearest. Belongs to the supervisor's loop; snapshots are looked up in threads.
+
+bagel.py is its counterpart, with the same methods.
 """
 
 from __future__ import annotations
@@ -50,9 +52,18 @@ class ElasticRun:
         """That world had ranks elsewhere, so where it was left cannot be known here."""
         self._remembered: list[StreamStates] = []
 
-    def check_world_size(self, world_size: int) -> None:
-        """SpecError for one that does not divide the number of streams."""
-        check_world_size(self.streams, world_size)
+    def topology(self, world_size: int) -> StreamTopology:
+        return StreamTopology(world_size, 0, self.streams)
+
+    def way_back(self, world_size: int) -> str:
+        """What people do who came with another number of ranks than the one that is attached."""
+        return "end their trainer processes first"
+
+    def check_change(
+        self, progress: Mapping[int, Progress], world_size: int, wanted: int, resume: Resume
+    ) -> None:
+        """SpecError for a number of ranks that does not divide the number of streams."""
+        check_world_size(self.streams, wanted)
 
     def end_world(self, progress: Mapping[int, Progress], world_size: int) -> None:
         """Another number of ranks goes on: keeps what is known of this one's streams."""
@@ -64,22 +75,22 @@ class ElasticRun:
         self._remembered = [state["states"] for rank in progress.values() for state in rank.states()]
         self._began = None
 
+    def number(self, progress: Progress, step: int) -> int:
+        """What snapshots count by: positions."""
+        return progress.position(step)
+
     def step_in(self, progress: Progress, resume: Resume) -> int | None:
         """The step at which a rank that is being served stands where `resume` says; None when it has none such."""
         if resume.mode == "latest":
             return progress.next_step
-        position = 0 if resume.mode == "none" else self.position_of(resume, progress.world_size)
+        position = 0 if resume.mode == "none" else self._named(resume, progress.world_size)
         steps, rest = divmod(position - progress.origin.offset, progress.world_size)
         return None if rest else steps
 
-    def position_of(self, resume: Resume, world_size: int) -> int:
-        """The position that a state, a position or a step names. SnapshotError for a state of another sharding."""
-        if resume.state is not None:
-            check_state_tables(resume.state, "of the trainer", "load the state of another checkpoint")
-            return check_state(resume.state, self.streams)
-        if resume.position is not None:
-            return resume.position
-        return (resume.step or 0) * world_size
+    def place_of(self, resume: Resume, world_size: int) -> tuple[int, Resume]:
+        """What snapshots call the place that a state, a position or a step names, and the same without its state."""
+        position = self._named(resume, world_size)
+        return position, Resume("position", position // world_size, position=position)
 
     async def starting_point(
         self, rank: int, world_size: int, resume: Resume, progress: Mapping[int, Progress]
@@ -102,6 +113,15 @@ class ElasticRun:
 
     # -- inside
 
+    def _named(self, resume: Resume, world_size: int) -> int:
+        """The position that a state, a position or a step names. SnapshotError for a state of another sharding."""
+        if resume.state is not None:
+            check_state_tables(resume.state, "of the trainer", "load the state of another checkpoint")
+            return check_state(resume.state, self.streams)
+        if resume.position is not None:
+            return resume.position
+        return (resume.step or 0) * world_size
+
     def _position(self, resume: Resume, world_size: int) -> tuple[int | None, bool]:
         """The position asked for (None: that of the newest snapshot), and whether a step named it."""
         if resume.mode == "none":
@@ -115,7 +135,7 @@ class ElasticRun:
             if not isinstance(self._resume, int) or self._left_in_part:
                 return None, False
             resume = Resume("step", self._resume)
-        return self.position_of(resume, world_size), resume.mode == "step"
+        return self._named(resume, world_size), resume.mode == "step"
 
     def _check_whole_steps(self, stands: int | None, world_size: int) -> None:
         """SnapshotError where steps of this world have no numbers, since it goes on in mid-round.
@@ -180,7 +200,7 @@ class ElasticRun:
     def _nearest(self, position: int | None, world_size: int) -> Manifest | None:
         if self._store is None:
             return None
-        return self._store.nearest(position, StreamTopology(world_size, 0, self.streams))
+        return self._store.nearest(position, self.topology(world_size))
 
 
 def stored_states(

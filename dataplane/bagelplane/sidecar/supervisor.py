@@ -27,6 +27,7 @@ from bagelplane.errors import (
 )
 from bagelplane.logs import LogFormat
 from bagelplane.shm.protocol import Attach, Resume, serve_unix
+from bagelplane.sidecar.bagel import BagelRun
 from bagelplane.sidecar.elastic import ElasticRun
 from bagelplane.sidecar.examination import Examination, examine
 from bagelplane.sidecar.lease import LEASE_SECONDS, LeaseTimes
@@ -38,14 +39,14 @@ from bagelplane.sidecar.report import build_status
 from bagelplane.sidecar.rundir import RunDirectory
 from bagelplane.sidecar.session import Session
 from bagelplane.sidecar.sizing import decode_threads
-from bagelplane.sidecar.snapshot_format import check_state_tables
-from bagelplane.sidecar.snapshots import SnapshotStore, StreamTopology
+from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.sidecar.snapshotting import SnapshotWriter, in_thread
 from bagelplane.sidecar.status import StatusServer
 from bagelplane.sidecar.store import begin_run, retention_of
 from bagelplane.sidecar.tally import Tally
 from bagelplane.spec import BagelDataset, spec_hash
 from bagelplane.spec_memory import ring_bytes
+from bagelplane.spec_parts import Sharding
 
 _GOODBYE_SECONDS = 0.5
 _WATCH_SECONDS = 2.0
@@ -114,7 +115,6 @@ class Supervisor:
         self._tallies: dict[int, Tally] = {}  # by rank; outlive all
         self._world_size = 0
         self._store: SnapshotStore | None = None
-        self._elastic: ElasticRun | None = None  # with Bagel sharding there is nothing to know beyond ranks
         self._known_bad: dict[str, str] = {}
         self._wanted_steps: set[int] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -126,6 +126,7 @@ class Supervisor:
         self._problem = ""  # what trainers cannot attach for
         self.snapshots: SnapshotWriter
         self.lineage: LineageWriter | None = None
+        self._run: BagelRun | ElasticRun
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -139,8 +140,7 @@ class Supervisor:
             return 0
         found = preparing.result()
         self._store, self._known_bad = found.store, found.known_bad
-        if self.streams:
-            self._elastic = ElasticRun(self.streams, self._store, self.settings.resume)
+        self._run = _open_run(self.dataset.spec.sharding, self._store, self.settings.resume)
         if self._store is not None and self.dataset.spec.snapshots.lineage:
             self.lineage = LineageWriter(self._store)
         # The log first: who resumes from a snapshot finds all rows before it told.
@@ -324,7 +324,7 @@ class Supervisor:
                 return (None, 0) if step is None else (server, step)
 
     def _admitted(self, server: RankServer, attach: Attach) -> int | None:
-        wanted = None if attach.resume.mode == "latest" else self._step_in(server.progress, attach.resume)
+        wanted = None if attach.resume.mode == "latest" else self._run.step_in(server.progress, attach.resume)
         if wanted is None and attach.resume.mode != "latest":
             wanted = -1  # the rank has no step there: as far away as one that it left behind
         return server.readers.admit(
@@ -352,22 +352,14 @@ class Supervisor:
                 if server.ring_number not in {other.ring_number for other in self.servers.values()}:
                     self._directory.ring_path(server.ring_number).unlink(missing_ok=True)
 
-    def _step_in(self, progress: Progress, resume: Resume) -> int | None:
-        """The rank's step at the place asked for; None when none of its steps is there."""
-        if self._elastic is not None:
-            return self._elastic.step_in(progress, resume)
-        if resume.mode == "position":
-            return _step_at(resume, progress.world_size)
-        return progress.next_step if resume.mode == "latest" else resume.step or 0
-
     async def _start_server(self, attach: Attach) -> RankServer:
         """A new producer for the rank, at the place asked for."""
-        topology = self.topology(attach.world_size)
+        topology = self._run.topology(attach.world_size)
         if (old := self.servers.pop(attach.rank, None)) is not None:
             await old.stop()
         await self._stop_abandoned(room_for=1)
         self._check_number()
-        origin = await self._starting_point(attach.rank, attach.resume, topology)
+        origin = await self._run.starting_point(attach.rank, attach.world_size, attach.resume, self._progress)
         if self._stop.is_set():
             # Nobody would end what begins now: those that attach may have waited until after the others' end.
             raise RankStoppedError("the sidecar ends", fix="attach again")
@@ -438,45 +430,6 @@ class Supervisor:
         taken = {server.ring_number for server in self.servers.values()}
         return min(set(range(len(taken) + 1)) - taken)
 
-    async def _starting_point(self, rank: int, resume: Resume, topology: StreamTopology) -> StartingPoint:
-        """Where the rank's stream is to be opened; looks into memory first, then into the snapshots."""
-        if self._elastic is not None:
-            return await self._elastic.starting_point(rank, topology.world_size, resume, self._progress)
-        if resume.mode == "position":
-            resume = Resume("step", _step_at(resume, topology.world_size))
-        if resume.mode == "none":
-            return StartingPoint()
-        if resume.mode == "state":
-            assert resume.step is not None
-            assert resume.state is not None
-            check_state_tables(resume.state, "of the trainer", "load the state of another checkpoint")
-            return StartingPoint(resume.step, resume.state, resume.step)
-        progress = self._progress.get(rank)
-        step = resume.step
-        if resume.mode == "latest":
-            if progress is not None:
-                return progress.starting_point()
-            if self.settings.resume == "none":
-                return StartingPoint()
-            step = self.settings.resume if isinstance(self.settings.resume, int) else None
-        in_memory = None
-        if progress is not None and step is not None:
-            in_memory = progress.starting_point(step)
-        stored = await in_thread(lambda: self._stored_point(rank, step, topology))
-        found = [point for point in (in_memory, stored) if point is not None]
-        return max(found, key=lambda point: point.start_step, default=StartingPoint(target_step=step or 0))
-
-    def _stored_point(self, rank: int, step: int | None, topology: StreamTopology) -> StartingPoint | None:
-        """The newest snapshot at or below `step` (None: of all). Runs in a thread."""
-        if self._store is None:
-            return None
-        manifest = self._store.nearest(step, topology)
-        if manifest is None:
-            return None
-        log.info("rank %d: resuming from the snapshot of step %d", rank, manifest.step)
-        state = self._store.load_state(manifest, rank)
-        return StartingPoint(manifest.step, state, manifest.step if step is None else step)
-
     def _check_generation(self, attach: Attach) -> None:
         ours = self.settings.generation
         if ours and attach.generation and attach.generation != ours:
@@ -502,41 +455,24 @@ class Supervisor:
                 fix="use the resource that the run began with, or begin without a state; a change that is meant is to "
                 "be named in spec.resume.allowSpecChange",
             )
-        topology = self.topology(attach.world_size)
-        if self._elastic is not None:
-            place = self._elastic.position_of(resume, attach.world_size)
-            resume = Resume("position", place // attach.world_size, position=place)
-        else:
-            place = _step_at(resume, attach.world_size) if resume.position is not None else resume.step or 0
-            resume = Resume("step", place)
+        place, resume = self._run.place_of(resume, attach.world_size)
+        topology = self._run.topology(attach.world_size)
         await in_thread(lambda: store.check_place_of(theirs, place, topology))
         return replace(attach, spec_hash="", resume=resume)
 
     async def _adopt_topology(self, attach: Attach) -> None:
-        """Bagel sharding is bound to its topology: another one may only begin where nothing was taken yet."""
-        wanted, present = self.topology(attach.world_size), self.topology(self._world_size)
+        """Another number of ranks takes the run over, where its sharding lets it."""
         if self._world_size == attach.world_size:
             return
-        if self._elastic is not None:
-            self._elastic.check_world_size(attach.world_size)
-        taken = max((progress.next_step for progress in self._progress.values()), default=0)
-        fix = (
-            f"attach {present.world_size} ranks again, or restart the sidecar with --resume none and another "
-            "snapshots.uri (Bagel sharding is bound to its topology)"
-        )
-        if taken and attach.resume.mode != "none" and self._elastic is None:
-            raise SnapshotError(
-                f"the run stands at step {taken} and cannot change its topology",
-                got=str(wanted),
-                expected=str(present),
-                fix=fix,
-            )
+        run = self._run
+        wanted, present = run.topology(attach.world_size), run.topology(self._world_size)
+        run.check_change(self._progress, self._world_size, attach.world_size, attach.resume)
         if any(server.listeners for server in self.servers.values()):
             raise BusyError(
                 "ranks of another topology are attached",
                 got=str(wanted),
                 expected=str(present),
-                fix=fix if self._elastic is None else "end their trainer processes first",
+                fix=run.way_back(self._world_size),
             )
         if self._store is not None:
             store = self._store
@@ -544,8 +480,7 @@ class Supervisor:
                 await in_thread(lambda: store.nearest(None, wanted))
             except (TransientStorageError, StorageError) as error:
                 log.warning("the snapshots could not be looked at: %s", error)
-        if self._elastic is not None:
-            self._elastic.end_world(self._progress, self._world_size)
+        run.end_world(self._progress, self._world_size)
         servers, self.servers, self._progress = self.servers, {}, {}
         self._world_size, self._wanted_steps = attach.world_size, set()
         for server in servers.values():
@@ -554,12 +489,7 @@ class Supervisor:
     @property
     def streams(self) -> int:
         """Of elastic sharding; 0 with Bagel sharding."""
-        sharding = self.dataset.spec.sharding
-        return sharding.streams if sharding.mode == "Elastic" else 0
-
-    def topology(self, world_size: int) -> StreamTopology:
-        workers = 0 if self.streams else self.dataset.spec.sharding.workers_per_rank
-        return StreamTopology(world_size, workers, self.streams)
+        return self._run.streams
 
     # -- snapshots
 
@@ -579,8 +509,8 @@ class Supervisor:
         if state is None:
             log.warning("rank %d: the state of step %d is not at hand, no snapshot of it", server.rank, step)
             return None
-        number = server.progress.position(step) if self.streams else step
-        return self.snapshots.submit(number, server.rank, self.topology(server.world_size), state)
+        number = self._run.number(server.progress, step)
+        return self.snapshots.submit(number, server.rank, self._run.topology(server.world_size), state)
 
     async def snapshot(self, server: RankServer) -> tuple[int, str]:
         """Writes the rank's last acknowledged state, and that of the pod's other ranks at the same step.
@@ -668,14 +598,9 @@ class Supervisor:
         return status.model_dump(mode="json")
 
 
-def _step_at(resume: Resume, world_size: int) -> int:
-    """The step of Bagel sharding at a position. SnapshotError where there is none."""
-    step, rest = divmod(resume.position or 0, world_size)
-    if rest:
-        raise SnapshotError(
-            f"there is no step of {world_size} ranks at position {resume.position}",
-            got=f"{rest} packs past step {step}",
-            expected=f"a multiple of {world_size}",
-            fix="ranks of Bagel sharding step together: name a step",
-        )
-    return step
+def _open_run(
+    sharding: Sharding, store: SnapshotStore | None, resume: Literal["latest", "none"] | int
+) -> BagelRun | ElasticRun:
+    if sharding.mode == "Elastic":
+        return ElasticRun(sharding.streams, store, resume)
+    return BagelRun(sharding.workers_per_rank, store, resume)
