@@ -281,7 +281,9 @@ class Demo:
         for world_size, until in ((2, _ELASTIC_PACKS // 2), (1, 2 * _ELASTIC_PACKS)):
             run_directory = self._new_run_directory()
             sidecar = self._start_sidecar(run_directory, self._elastic, world_size)
-            ranks = self._start_ranks(run_directory, f"of-{world_size}", str(until), world_size=world_size)
+            ranks = self._start_ranks(
+                run_directory, f"of-{world_size}", str(until), "numpy", world_size=world_size
+            )
             with self._console.status(f"another run, on {world_size} of its ranks"):
                 for child in ranks.children:
                     child.wait(120)

@@ -1,9 +1,10 @@
 """A trainer of the demo: takes packs as a real one does, and writes down what it got instead of training.
 
-    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 BAGELPLANE_DIR=... python -m bagelplane.cli.demo_trainer OUT.jsonl UNTIL [hold]
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 BAGELPLANE_DIR=... python -m bagelplane.cli.demo_trainer OUT.jsonl UNTIL
 
-Uses `PackedLoader`, or `NumpyReader` where torch is not installed. Writes one line a pack, at once, so that a
-kill loses nothing. Ends before pack UNTIL; with `hold` it stays there, attached, until it is killed.
+Uses `PackedLoader`; where torch is not installed, or with `numpy` behind all that, `NumpyReader`, which starts sooner.
+Writes one line a pack, at once, so that a kill loses nothing. Ends before pack UNTIL; with `hold` behind it, it stays
+there, attached, until it is killed.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def read_taken(path: Path) -> list[Taken]:
     return [Taken(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def open_loader() -> Any:
+def open_loader(*, numpy: bool = False) -> Any:
     """The client for this process."""
-    if importlib.util.find_spec("torch") is None:
+    if numpy or importlib.util.find_spec("torch") is None:
         from bagelplane.client import NumpyReader
 
         return NumpyReader()
@@ -80,9 +81,9 @@ def open_loader() -> Any:
     return PackedLoader()
 
 
-def train(out: Path, until: int, *, hold: bool) -> None:
+def train(out: Path, until: int, *, hold: bool, numpy: bool = False) -> None:
     """Takes packs, from wherever the sidecar says that this rank stands."""
-    with open_loader() as loader, out.open("a", encoding="utf-8") as lines:
+    with open_loader(numpy=numpy) as loader, out.open("a", encoding="utf-8") as lines:
         step = loader.state_dict()["step"]
         while step < until:
             asked = time.monotonic()
@@ -98,6 +99,6 @@ def train(out: Path, until: int, *, hold: bool) -> None:
 
 if __name__ == "__main__":
     try:
-        train(Path(sys.argv[1]), int(sys.argv[2]), hold="hold" in sys.argv[3:])
+        train(Path(sys.argv[1]), int(sys.argv[2]), hold="hold" in sys.argv[3:], numpy="numpy" in sys.argv[3:])
     except BagelplaneError as error:
         sys.exit(f"error: {error}")
