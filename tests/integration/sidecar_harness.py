@@ -32,7 +32,9 @@ SERVING_SECONDS = 120.0
 FAKE_STREAM = "tests.integration.fake_stream:open_rank_stream"
 
 
-def make_dataset(*, snapshots: Path | None, every: int = 10, keep: int = 3, **orders: str) -> BagelDataset:
+def make_dataset(
+    *, snapshots: Path | None, every: int = 10, keep: int = 3, lineage: bool = False, **orders: str
+) -> BagelDataset:
     """A resource for the fake stream; `orders` are its annotations without `fake/`."""
     spec: dict[str, Any] = {
         "profile": "Automodel",
@@ -49,7 +51,7 @@ def make_dataset(*, snapshots: Path | None, every: int = 10, keep: int = 3, **or
         "dataplane": {"ring": {"size": "64Ki"}},
     }
     if snapshots is not None:
-        spec["snapshots"] = {"uri": str(snapshots), "everySteps": every, "keepLast": keep}
+        spec["snapshots"] = {"uri": str(snapshots), "everySteps": every, "keepLast": keep, "lineage": lineage}
     annotations = {f"fake/{name.replace('_', '-')}": value for name, value in orders.items()}
     return BagelDataset.from_mapping(
         {

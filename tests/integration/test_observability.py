@@ -44,7 +44,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ) -> Any:
         port = free_port()
         where = tmp_path / "snapshots" if snapshots else None
-        dataset = make_dataset(snapshots=where, every=every, **orders)
+        # The log of rows too: each field and metric of it has to be there.
+        dataset = make_dataset(snapshots=where, every=every, lineage=snapshots, **orders)
         sidecar = Sidecar(tmp_path, dataset, status_port=port, **(settings or {}))
         started.append(sidecar)
         sidecar.wait_serving()
