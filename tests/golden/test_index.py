@@ -142,6 +142,33 @@ def test_a_verified_index_knows_the_bad_images_beforehand(
     assert all(opened == [] for *_, opened in found)
 
 
+def test_bad_images_that_an_index_tells_of_are_written_down_as_if_they_had_been_met(
+    indexed: Indexed, tmp_path: Path
+) -> None:
+    """The index may be gone when a run is planned again: what its packs rest on is the run's own to keep."""
+    data = make_data(tmp_path / "damaged")
+    dataset, topology = indexed("odd_default", "Automodel", data, verify=True), Topology(0, 2, 0)
+    told: dict[str, str] = {}
+    with contextlib.closing(
+        open_rank_stream(dataset, topology, decode_threads=1, on_bad_images=told.update)
+    ) as stream:
+        for _ in range(PACKS):
+            pack, _ = next_batch(stream)
+            assert pack.state["known_bad"].items() <= told.items()
+    assert told
+    expected, _ = plans(without_index(dataset), topology, PACKS, verify=True)
+    stream = open_rank_stream(without_index(dataset), topology, known_bad=told, decode_threads=0)
+    with contextlib.closing(stream):
+        found = [told_plan(stream.plan_pack()) for _ in range(PACKS)]
+    assert [plan[:3] for plan in found] == [plan[:3] for plan in expected]
+
+
+def test_elastic_streams_are_planned_from_an_index(indexed: Indexed) -> None:
+    dataset = indexed("a_default", "Strict", sharding={"mode": "Elastic", "streams": 4})
+    topology = Topology(1, 2, 0)
+    assert plans(dataset, topology, PACKS) == plans(without_index(dataset), topology, PACKS)
+
+
 @pytest.mark.parametrize("name", ["odd_default"])
 def test_a_strict_run_meets_departures_with_an_index_as_without(
     name: str, indexed: Indexed, tmp_path: Path

@@ -153,6 +153,31 @@ def test_planning_from_an_index_asks_the_store_for_nothing_but_listings(
     assert sum(asked.values()) <= 6, asked
 
 
+def test_packs_from_a_store_are_the_same_with_an_index(server: S3Server, tmp_path: Path) -> None:
+    dataset = far_resource(server, tmp_path)
+    make_index(dataset)
+    made = []
+    for one in (dataset, far_resource(server, "")):
+        with closing(open_rank_stream(one, PLACE, decode_threads=3)) as stream:
+            made.append([])
+            for _ in range(PACKS):
+                arrays: list[np.ndarray] = []
+
+                def allocate(pack: Any, arrays: list[np.ndarray] = arrays) -> list[np.ndarray]:
+                    arrays[:] = [np.empty((*shape, 3), np.uint8) for shape in pack.image_shapes]
+                    return arrays
+
+                pack = stream.next_pack(allocate)
+                made[-1].append(
+                    (
+                        pack.scalars,
+                        [array.tobytes() for array in arrays],
+                        pack.arrays["packed_text_ids"].tolist(),
+                    )
+                )
+    assert made[0] == made[1]
+
+
 def test_a_large_image_is_looked_at_from_its_beginning(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
