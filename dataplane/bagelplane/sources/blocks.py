@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 from bagelplane.errors import DataError
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.facts import RowColumns, RowFacts, StoredFacts, block_name
-from bagelplane.sources.index import DatasetIndex
+from bagelplane.sources.index import DatasetIndex, NotIndexedError
 from bagelplane.sources.parquet import ParquetReader, list_parquet
 from bagelplane.storage import Storage
 from bagelplane.storage.uris import show
@@ -35,14 +36,11 @@ class ParquetBlocks:
 
     def read(self, uri: str, row_group: int) -> RowFacts | None:
         """None past the last row group."""
-        index, kind = self._index, self._config.type
-        known = None if index is None else index.row_groups(kind, uri)
-        if index is not None and known is not None:
-            if row_group >= len(known):
-                return None
-            facts = index.facts(kind, uri, row_group, self._columns, lambda: self._read_late(uri, row_group))
-            if facts is not None:
-                return facts
+        if self._index is not None:
+            with suppress(NotIndexedError):
+                return self._index.facts(
+                    self._config.type, uri, row_group, self._columns, lambda: self._read_late(uri, row_group)
+                )
         return self._facts(self._parquet, uri, row_group)
 
     def _read_late(self, uri: str, row_group: int) -> RowFacts:

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -27,7 +28,7 @@ from bagelplane.errors import DataError
 from bagelplane.images import ImageError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.facts import Encode
-from bagelplane.sources.index import DatasetIndex
+from bagelplane.sources.index import DatasetIndex, NotIndexedError
 from bagelplane.sources.stored_image import StoredImage, reading_of
 from bagelplane.sources.video_frames import video_frames
 from bagelplane.storage import ObjectMissingError, Storage, UnusableNameError, join_uri
@@ -59,10 +60,11 @@ def list_units(
 
 
 def _lines_of(dataset: DatasetConfig, storage: Storage, kind: str, index: DatasetIndex | None) -> list[str]:
-    known = None
-    if index is not None and index.see(kind, storage.info(dataset.jsonl_uri), dataset.images_uri):
-        known = index.lines(kind, dataset.jsonl_uri, dataset.images_uri)
-    return read_lines(storage, dataset.jsonl_uri) if known is None else known
+    uri, folder = dataset.jsonl_uri, dataset.images_uri
+    if index is not None and index.see(kind, storage.info(uri), folder):
+        with suppress(NotIndexedError):
+            return index.lines(kind, uri, folder)
+    return read_lines(storage, uri)
 
 
 def count_lines(storage: Storage, uri: str) -> int:
@@ -154,8 +156,8 @@ class ConversationReader:
         folder = ImageFolder(self._storage, unit[1], self._profile)
         if self._index is not None and len(unit) == 4:
             _, _, file, number = unit
-            row = self._index.line(self._type, file, unit[1], number)
-            if row is not None:
+            with suppress(NotIndexedError):
+                row = self._index.line(self._type, file, unit[1], number)
                 return ConversationBlock(unit[0], partial(row.folder, folder), row.encoder)
         return ConversationBlock(unit[0], lambda: folder)
 

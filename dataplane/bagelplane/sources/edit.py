@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from bagelplane.errors import SpecError
 from bagelplane.sources.blocks import ParquetBlocks, seen_parquet
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.facts import RowColumns, RowFacts, block_name
-from bagelplane.sources.index import DatasetIndex
+from bagelplane.sources.index import DatasetIndex, NotIndexedError
 from bagelplane.sources.parquet import (
     ColumnKind,
     ParquetReader,
@@ -82,11 +83,14 @@ def _row_group_counts(
 ) -> dict[str, int]:
     if dataset.row_groups is None:
         reader = ParquetReader(storage, list(_COLUMNS))
-        known = {file: None if index is None else index.row_groups(kind, file) for file in files}
-        return {
-            file: reader.num_row_groups(file) if groups is None else len(groups)
-            for file, groups in known.items()
-        }
+        counts: dict[str, int] = {}
+        for file in files:
+            if index is not None:
+                with suppress(NotIndexedError):
+                    counts[file] = len(index.row_groups(kind, file))
+            if file not in counts:
+                counts[file] = reader.num_row_groups(file)
+        return counts
     unknown = sorted(set(files) - set(dataset.row_groups))
     if unknown:
         log.warning(

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,6 +48,12 @@ _FACT_COLUMNS = ["is_whole", "images", "images_problem", "text", "text_form", "t
 _LINE_COLUMNS = [name for name in _FACT_COLUMNS if not name.startswith("text")]
 _MAX_SIDE = 2**31 - 1
 _NAMED = 3
+
+_Result = TypeVar("_Result")
+
+
+class NotIndexedError(Exception):
+    """The index does not know an object, or its part is damaged: the data have to be asked."""
 
 
 @dataclass(slots=True)
@@ -113,7 +119,7 @@ class DatasetIndex:
         self.coverage = Coverage()
         self._parts = _sorted_parts(storage.list_files(f"{self.uri}/{PARTS_FOLDER}", missing_ok=True))
         self._names: dict[IndexedObject, list[PartName]] = {}
-        self._open: OrderedDict[PartName, _Part | None] = OrderedDict()
+        self._open: OrderedDict[PartName, _Part] = OrderedDict()
         self._lock = threading.RLock()
         self._told = False
         self._inventory: dict[str, Summary] | None = None
@@ -148,97 +154,80 @@ class DatasetIndex:
             self.coverage,
         )
 
-    def row_groups(self, kind: str, uri: str) -> list[int] | None:
-        """Rows of each row group of a Parquet file; None where the index does not know."""
-        names = self._names.get(IndexedObject(kind, uri))
-        if not names:
-            return None
+    def row_groups(self, kind: str, uri: str) -> list[int]:
+        """Rows of each row group of a Parquet file. Raises NotIndexedError."""
         with self._lock:
-            known = self._known_summaries().get(str(names[0]))
-            if known is not None:
-                return known.row_groups
-            part = self._part(names[0], uri)
-            return None if part is None else part.summary.row_groups
+            [name] = self._known(IndexedObject(kind, uri))
+            if self._inventory is None:
+                # One object for all files, where a file at a time is asked for.
+                self._inventory = read_inventory(self._storage, self.uri)
+            summary = self._inventory.get(str(name)) or self._part(name, uri).summary
+            return summary.row_groups
 
     def facts(
         self, kind: str, uri: str, row_group: int, columns: RowColumns, stored: Callable[[], RowFacts]
     ) -> IndexedFacts | None:
-        """A row group of a Parquet file; None where the index does not know it."""
-        names = self._names.get(IndexedObject(kind, uri))
-        if not names:
-            return None
+        """A row group of a Parquet file; None past the last one. Raises NotIndexedError."""
         with self._lock:
-            part = self._part(names[0], uri)
-            rows = None if part is None else self._guarded(part.uri, uri, lambda: part.group_rows(row_group))
-        if part is None or rows is None:
+            [name] = self._known(IndexedObject(kind, uri))
+            part = self._part(name, uri)
+            rows = self._guarded(part.uri, uri, lambda: part.group_rows(row_group))
+        if rows is None:
             return None
-        name = block_name(uri, row_group)
-        return IndexedFacts(rows, name, columns, self._knowledge(part), stored)
+        return IndexedFacts(rows, block_name(uri, row_group), columns, self._knowledge(part), stored)
 
-    def lines(self, kind: str, uri: str, images_uri: str) -> list[str] | None:
-        """All lines of a JSONL file; None where the index does not know them."""
+    def lines(self, kind: str, uri: str, images_uri: str) -> list[str]:
+        """All lines of a JSONL file. Raises NotIndexedError."""
         found: list[str] = []
         with self._lock:
-            for name in self._names.get(IndexedObject(kind, uri, images_uri)) or ():
+            for name in self._known(IndexedObject(kind, uri, images_uri)):
                 part = self._part(name, uri)
-                lines = None if part is None else self._guarded(part.uri, uri, part.lines)
-                if lines is None:
-                    return None
-                found += lines
-        return found or None
+                found += self._guarded(part.uri, uri, part.lines)
+        return found
 
-    def line(self, kind: str, uri: str, images_uri: str, number: int) -> IndexedLine | None:
-        """One line of a JSONL file; None where the index does not know it."""
-        names = self._names.get(IndexedObject(kind, uri, images_uri))
-        if not names or number // LINES_A_PART >= len(names):
-            return None
+    def line(self, kind: str, uri: str, images_uri: str, number: int) -> IndexedLine:
+        """One line of a JSONL file. Raises NotIndexedError."""
         with self._lock:
+            names = self._known(IndexedObject(kind, uri, images_uri))
             part = self._part(names[number // LINES_A_PART], uri)
-            row = (
-                None
-                if part is None
-                else self._guarded(part.uri, uri, lambda: part.line(number % LINES_A_PART))
-            )
-        if part is None or row is None or not row["is_whole"] or row["images"] is None:
-            return None
+            row = self._guarded(part.uri, uri, lambda: part.line(number % LINES_A_PART))
+        if not row["is_whole"] or row["images"] is None:
+            raise NotIndexedError(uri)
         return IndexedLine(row, self._knowledge(part))
+
+    def _known(self, thing: IndexedObject) -> list[PartName]:
+        names = self._names.get(thing)
+        if not names:
+            raise NotIndexedError(thing.uri)
+        return names
 
     def _knowledge(self, part: _Part) -> Knowledge:
         return Knowledge(part.is_verified, drops_undecodable=self.looking.profile == "Automodel")
 
-    def _known_summaries(self) -> dict[str, Summary]:
-        """By part, as the inventory has them: one object for all files' numbers of row groups."""
-        if self._inventory is None:
-            self._inventory = read_inventory(self._storage, self.uri)
-        return self._inventory
+    def _part(self, name: PartName, uri: str) -> _Part:
+        if name not in self._open:
+            address = f"{self.uri}/{PARTS_FOLDER}/{name}"
+            self._open[name] = self._guarded(
+                address, uri, lambda: _Part(self._storage, address, is_verified=name.is_verified)
+            )
+            while len(self._open) > _OPEN_PARTS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(name)
+        return self._open[name]
 
-    def _part(self, name: PartName, uri: str) -> _Part | None:
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        while len(self._open) >= _OPEN_PARTS:
-            self._open.popitem(last=False)
-        address = f"{self.uri}/{PARTS_FOLDER}/{name}"
-        opened: _Part | None = self._guarded(
-            address, uri, lambda: _Part(self._storage, address, is_verified=name.is_verified)
-        )
-        self._open[name] = opened
-        return opened
-
-    def _guarded(self, part_uri: str, uri: str, action: Callable[[], Any]) -> Any:
-        """None, and a word about it, where a part is damaged: the data are there."""
+    def _guarded(self, part_uri: str, uri: str, action: Callable[[], _Result]) -> _Result:
+        """NotIndexedError, and once a word about it, where a part is damaged: the data are there."""
+        if uri in self.coverage.damaged:
+            raise NotIndexedError(uri)
         try:
             return action()
         except (
             pa.ArrowException, BagelplaneError, OSError, ValueError, TypeError, KeyError, IndexError, MemoryError,
         ) as error:  # fmt: skip
-            if uri not in self.coverage.damaged:
-                text = str(error).splitlines()[0] if str(error) else type(error).__name__
-                log.warning(
-                    "%s cannot be used, so %s is planned from the data: %s", part_uri, show(uri), text
-                )
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.warning("%s cannot be used, so %s is planned from the data: %s", part_uri, show(uri), text)
             self.coverage.damaged.add(uri)
-            return None
+            raise NotIndexedError(uri) from None
 
 
 def _sorted_parts(files: Iterable[FileInfo]) -> dict[str, dict[str, dict[tuple[bool, int], list[PartName]]]]:
