@@ -51,7 +51,8 @@ class LocalFiles:
                 if entry.is_dir():
                     folders.append(location.child_uri(path) + "/")
                 elif entry.is_file():
-                    files.append(_describe(location.child_uri(path), entry.stat()))
+                    with suppress(FileNotFoundError):  # deleted since: the folder and all else are there
+                        files.append(_describe(location.child_uri(path), entry.stat()))
         return Children(files, folders)
 
     def info(self, location: Location) -> FileInfo:
