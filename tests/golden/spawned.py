@@ -30,7 +30,7 @@ def check_packs(name: str, rank: int, scratch: Path) -> None:
             batch_size=None,
             num_workers=recording.num_workers,
             multiprocessing_context="spawn",
-            timeout=60,
+            timeout=300,
         )
     )
     for step in range(6):

@@ -190,7 +190,7 @@ def test_a_stateful_loaders_state_around_automodel_continues_here(
         packed_dataset(recording, rank, scratch),
         batch_size=None,
         num_workers=recording.num_workers,
-        timeout=60 if recording.num_workers else 0,
+        timeout=300 if recording.num_workers else 0,
     )
     loader.load_state_dict(load_peer_state(path))
     packs = iter(loader)

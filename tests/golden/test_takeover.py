@@ -49,7 +49,7 @@ def own_state(recording: Recording, rank: int, taken: int, scratch: Path) -> dic
         list(itertools.islice(iter(dataset), taken))
         state: dict[str, Any] = dataset.state_dict()
         return state
-    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=workers, timeout=60)
+    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=workers, timeout=300)
     list(itertools.islice(iter(loader), taken))
     saved: dict[str, Any] = loader.state_dict()
     return saved

@@ -74,7 +74,7 @@ def test_a_data_loader_gives_its_workers_their_paths() -> None:
     [case] = [
         case for case in FIXTURE if (case["world_size"], case["num_workers"], case["rank"]) == (2, 3, 1)
     ]
-    loader = DataLoader(of_case(case), batch_size=None, num_workers=1, timeout=60)
+    loader = DataLoader(of_case(case), batch_size=None, num_workers=1, timeout=300)
     assert sorted(path for _, path in loader) == sorted(case["data_paths_per_rank"])
 
 
