@@ -16,6 +16,7 @@ from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset
 from tests.golden.hashing import describe, differences
 from tests.integration.sidecar_harness import Sidecar
+from tests.row_facts import make_index
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PEER = Path(__file__).parents[1] / "fixtures" / "peer"
@@ -144,6 +145,30 @@ def test_a_recorded_stream_comes_through_the_sidecar_over_a_restart(recording: P
         finally:
             sidecar.kill()
     assert begun == [len(packs) for packs in ranks]
+
+
+def test_a_sidecar_plans_from_an_index_beside_its_snapshots_and_says_so(tmp_path: Path) -> None:
+    """Bad images that the index tells of are durable beside the snapshots, as if they had been met."""
+    recorded = json.loads((GOLDEN / "stream_odd_default.json").read_text())
+    dataset = resource_of(recorded["config"], GOLDEN / "odd", tmp_path / "snapshots")
+    report = make_index(dataset, verify=True)
+    assert report.undecodable_images
+    sidecar = Sidecar(tmp_path, dataset, stream_factory=DEFAULT_STREAM_FACTORY, local_ranks=2)
+    try:
+        sidecar.wait_serving()
+        for number, (rank, pack) in zip(range(24), take(sidecar, 2, [12, 12]), strict=True):
+            expected = recorded["ranks"][str(rank)][number // 2]
+            assert not differences(pack, expected, f"rank {rank}, pack {number // 2}"), sidecar.tail()
+        assert sidecar.terminate() == 0, sidecar.tail()
+    finally:
+        sidecar.kill()
+    log = sidecar.log.read_text()
+    assert "17 of 17 objects are planned from the index" in log, sidecar.tail()
+    assert "opens but does not decode" not in log
+    store = open_snapshot_store(dataset)
+    assert store is not None
+    assert store.load_known_bad()
+    assert make_index(dataset).written == 0, "nothing of the snapshots touches an index"
 
 
 def test_the_sidecar_goes_on_from_a_checkpoint_of_automodel(tmp_path: Path) -> None:
