@@ -148,7 +148,7 @@ def _print(report: IndexReport) -> None:
         shown["images that do not decode"] = report.undecodable_images
     print_facts(f"index {report.uri}", {name.replace("_", " "): value for name, value in shown.items()})
     if report.drops:
-        print_table("Rows that no draw makes usable", ("reason", "rows"), sorted(report.drops.items()))
+        print_table("Unusable rows", ("reason", "rows"), sorted(report.drops.items()))
         print_reasons(reason for reason in DropReason if reason in report.drops)
     if report.missing:
         who = "could not be written" if report.problems else "are left to the other shards"
