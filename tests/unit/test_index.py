@@ -8,6 +8,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -151,6 +152,25 @@ def test_planning_from_an_index_asks_the_store_for_nothing_but_listings(
     asked = of_data(reads, f"s3://{server.bucket}/data")
     assert {key.partition(" ")[0] for key in asked} == {"list", "look"}
     assert sum(asked.values()) <= 6, asked
+
+
+def test_a_far_index_is_read_ahead_in_the_order_of_planning_and_each_part_once(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = far_resource(server, f"s3://{server.bucket}/snapshots")
+    make_index(dataset)
+    parts, read = Counter[str](), Storage.read_bytes
+
+    def noting(self: Storage, uri: str) -> bytes:
+        if "/parts/" in uri:
+            parts[f"{threading.current_thread().name.partition('_')[0]} {uri}"] += 1
+        return read(self, uri)
+
+    monkeypatch.setattr(Storage, "read_bytes", noting)
+    assert plans(dataset) == plans(far_resource(server, ""))
+    assert set(parts.values()) == {1}
+    ahead = [key for key in parts if key.startswith("index-ahead ")]
+    assert len(ahead) >= len(parts) - 3, "the first of each group alone is waited for"
 
 
 def test_packs_from_a_store_are_the_same_with_an_index(server: S3Server, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 
 from bagelplane.errors import DataError
@@ -33,6 +34,11 @@ class ParquetBlocks:
         self._parquet = ParquetReader(storage, columns.names)
         # What an index knows is read when its pixels are needed, by whichever thread decodes them.
         self._late, self._late_lock = ParquetReader(storage, columns.names), threading.Lock()
+
+    def expect(self, uris: Iterable[str]) -> None:
+        """Says which files are asked for soon."""
+        if self._index is not None:
+            self._index.expect(self._config.type, uris)
 
     def read(self, uri: str, row_group: int) -> RowFacts | None:
         """None past the last row group."""

@@ -161,6 +161,9 @@ class ConversationReader:
                 return ConversationBlock(unit[0], partial(row.folder, folder), row.encoder)
         return ConversationBlock(unit[0], lambda: folder)
 
+    def expect(self, units: Sequence[Unit]) -> None:
+        """Lines lie in a few parts, each of which is asked for all the time."""
+
     def data_indexes(self, unit: int, block: int, row: int) -> int:
         return unit
 

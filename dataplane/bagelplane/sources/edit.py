@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -142,6 +143,9 @@ class EditReader:
             return None
         facts = self._blocks.read(*unit)
         return None if facts is None else EditBlock(facts, block_name(*unit))
+
+    def expect(self, units: Sequence[tuple[str, int]]) -> None:
+        self._blocks.expect(uri for uri, _ in units)
 
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, row]

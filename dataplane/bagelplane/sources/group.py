@@ -13,6 +13,7 @@ from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import PlanContext, RowDropped, Sample
 from bagelplane.errors import DataError
 
+_UNITS_EXPECTED = 16
 _CACHED_BLOCKS = 2  # the one being walked, and one for replaying buffered rows
 
 
@@ -31,6 +32,10 @@ class UnitReader(Protocol):
 
     def read_block(self, unit: Any, block: int) -> Block | None:
         """Block `block` of a unit; None when the unit has no such block."""
+        ...
+
+    def expect(self, units: Sequence[Any]) -> None:
+        """Says which units come next."""
         ...
 
     def data_indexes(self, unit: int, block: int, row: int) -> Any:
@@ -127,6 +132,7 @@ class StoredGroup:
             return self._blocks[key]
         while len(self._blocks) >= _CACHED_BLOCKS:
             self._blocks.popitem(last=False)
+        self._reader.expect(self._units[unit + 1 : unit + 1 + _UNITS_EXPECTED])
         rows = self._reader.read_block(self._units[unit], block)
         self._blocks[key] = rows
         return rows

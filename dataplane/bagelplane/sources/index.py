@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,12 +38,13 @@ from bagelplane.sources.index_format import (
 )
 from bagelplane.sources.indexed import IndexedFacts, IndexedLine, Knowledge
 from bagelplane.storage import FileInfo, Storage
-from bagelplane.storage.uris import show
+from bagelplane.storage.uris import parse_uri, show
 
 log = logging.getLogger(__name__)
 
 _CACHED_BYTES = 64 * 1024 * 1024
 _OPEN_PARTS = 16
+_FETCHED_AT_ONCE, _COMING_PARTS = 8, 64
 _ROWS_READ_AT_ONCE = 1000
 _FACT_COLUMNS = ["is_whole", "images", "images_problem", "text", "text_form", "token_keys", "token_counts"]
 _LINE_COLUMNS = [name for name in _FACT_COLUMNS if not name.startswith("text")]
@@ -123,6 +125,13 @@ class DatasetIndex:
         self._lock = threading.RLock()
         self._told = False
         self._inventory: dict[str, Summary] | None = None
+        self._coming: OrderedDict[PartName, Future[bytes]] = OrderedDict()
+        # Of what is at hand, reading ahead gains nothing.
+        self._fetchers = (
+            None
+            if parse_uri(self.uri).is_local
+            else ThreadPoolExecutor(_FETCHED_AT_ONCE, thread_name_prefix="index-ahead")
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -153,6 +162,23 @@ class DatasetIndex:
             self.uri,
             self.coverage,
         )
+
+    def expect(self, kind: str, uris: Iterable[str]) -> None:
+        """Begins to read what is known of Parquet files that will be asked for soon, where that lies far away."""
+        if self._fetchers is None:
+            return
+        with self._lock:
+            for uri in uris:
+                for name in self._names.get(IndexedObject(kind, uri), ()):
+                    if name not in self._open and name not in self._coming:
+                        self._coming[name] = self._fetchers.submit(
+                            self._storage.read_bytes, self._address(name)
+                        )
+            while len(self._coming) > _COMING_PARTS:
+                self._coming.popitem(last=False)[1].cancel()
+
+    def _address(self, name: PartName) -> str:
+        return f"{self.uri}/{PARTS_FOLDER}/{name}"
 
     def row_groups(self, kind: str, uri: str) -> list[int]:
         """Rows of each row group of a Parquet file. Raises NotIndexedError."""
@@ -206,10 +232,13 @@ class DatasetIndex:
 
     def _part(self, name: PartName, uri: str) -> _Part:
         if name not in self._open:
-            address = f"{self.uri}/{PARTS_FOLDER}/{name}"
-            self._open[name] = self._guarded(
-                address, uri, lambda: _Part(self._storage, address, is_verified=name.is_verified)
-            )
+            address, coming = self._address(name), self._coming.pop(name, None)
+
+            def open_part() -> _Part:
+                data = self._storage.read_bytes(address) if coming is None else coming.result()
+                return _Part(address, data, is_verified=name.is_verified)
+
+            self._open[name] = self._guarded(address, uri, open_part)
             while len(self._open) > _OPEN_PARTS:
                 self._open.popitem(last=False)
         self._open.move_to_end(name)
@@ -262,10 +291,10 @@ class _Part:
     Raises whatever pyarrow raises, and ValueError, TypeError or KeyError, for what is no part.
     """
 
-    def __init__(self, storage: Storage, uri: str, *, is_verified: bool) -> None:
+    def __init__(self, uri: str, data: bytes, *, is_verified: bool) -> None:
         self.uri, self.is_verified = uri, is_verified
         # Whole: some megabytes by one request, and no file that is left open.
-        self._file = pq.ParquetFile(pa.BufferReader(storage.read_bytes(uri)), page_checksum_verification=True)
+        self._file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         self.summary = summary_of(self._file.schema_arrow)
         self._tables: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         counts = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]

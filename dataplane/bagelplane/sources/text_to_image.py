@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,9 @@ class TextToImageReader:
     def read_block(self, unit: str, block: int) -> TextToImageBlock | None:
         facts = self._blocks.read(unit, block)
         return None if facts is None else TextToImageBlock(facts, block_name(unit, block))
+
+    def expect(self, units: Sequence[str]) -> None:
+        self._blocks.expect(units)
 
     def data_indexes(self, unit: int, block: int, row: int) -> list[int]:
         return [unit, block, row]
