@@ -7,8 +7,9 @@ MAKEFLAGS += --no-builtin-rules
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
-# One worker has the tests of the cluster, the others share the rest file by file (tests/conftest.py).
-WORKERS ?= $(shell nproc)
+# One worker has the tests of the cluster, which wait more than they work, the others share the rest file by file
+# (tests/conftest.py).
+WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # $(call stage,NAME,COMMAND) runs a command under a headline and says how long it took (SECONDS starts with the shell).
