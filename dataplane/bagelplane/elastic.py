@@ -31,6 +31,7 @@ from bagelplane.errors import BagelplaneError, SnapshotError
 
 if TYPE_CHECKING:
     from bagelplane.sources.index import DatasetIndex
+    from bagelplane.storage import Storage
     from bagelplane.stream import WorkerStream
 
 PROGRESS_SECONDS = 5.0
@@ -54,9 +55,9 @@ class ElasticStream:
     def __init__(
         self, place: ElasticPlace, open_stream: OpenStream, drops: DropLog,
         known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None = None,
-        costs: Costs | None = None,
+        costs: Costs | None = None, storage: Storage | None = None,
     ) -> None:  # fmt: skip
-        self.costs = costs or Costs()
+        self.costs, self._storage = costs or Costs(), storage
         self._place, self._open_stream = place, open_stream
         self._drop_log, self._known_bad, self._pool = drops, known_bad, pool
         self._open: dict[int, WorkerStream] = {}
@@ -75,6 +76,7 @@ class ElasticStream:
         """The rank's next pack, pixels in place; its state is that of its stream (see `WorkerStream.next_pack`)."""
         step, (stream, behind) = self.step, self._due(self.step)
         worker = self._ready(stream, behind)
+        self._read_ahead(is_wanted=True)
         entry: dict[str, Any] = {}
 
         def allocate_numbered(pack: Pack) -> Sequence[np.ndarray]:
@@ -94,6 +96,7 @@ class ElasticStream:
         """Plan the rank's next pack and go past it, as `RankStream.plan_pack`."""
         stream, behind = self._due(self.step)
         worker = self._ready(stream, behind)
+        self._read_ahead(is_wanted=verify)
         plan = worker.plan_pack(verify=verify)
         self._states[str(stream)] = self._entry(stream, behind + 1, worker.state())
         self.step += 1
@@ -144,9 +147,11 @@ class ElasticStream:
         self._drops.clear()
 
     def close(self) -> None:
-        """End the decode threads."""
+        """End the decode threads, and reading ahead."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._storage is not None:
+            self._storage.close()
 
     # -- inside
 
@@ -164,6 +169,7 @@ class ElasticStream:
         log.info("stream %d: planning forward from its pack %d to %d", stream, found, behind)
         started = told = time.monotonic()
         packs = found
+        self._read_ahead(is_wanted=self._verify)
         try:
             while packs < behind:
                 worker.skip_pack(verify=self._verify)
@@ -178,6 +184,11 @@ class ElasticStream:
             # Also when a plan fails: what is planned already is not planned again.
             self._states[str(stream)] = self._entry(stream, packs, worker.state())
         return worker
+
+    def _read_ahead(self, *, is_wanted: bool) -> None:
+        """As of RankStream."""
+        if self._storage is not None:
+            self._storage.ahead.is_paused = self.index is not None and not is_wanted
 
     def _opened(self, stream: int) -> WorkerStream:
         drops = self._drop_log.sibling()

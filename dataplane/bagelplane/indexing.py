@@ -217,7 +217,7 @@ class Indexer:
             yield _Task(name, thing, info)
             return
         with closing(self._storage.open_binary(info.uri, info)) as file:
-            lines = split_lines(file.read())
+            lines = split_lines(file)
         self._check_unchanged(info)
         count = max(1, -(-len(lines) // LINES_A_PART))
         for number in range(count):

@@ -32,6 +32,7 @@ from bagelplane.spec import Dataset as ResourceDataset
 from bagelplane.spec import Group as ResourceGroup
 from bagelplane.spec import ImageTransform as ResourceTransform
 from bagelplane.storage import Storage, StorageSettings, open_storage
+from bagelplane.storage.settings import MAX_CONNECTIONS
 from bagelplane.topology import Topology
 
 CREDENTIALS_VARIABLE = "BAGELPLANE_CREDENTIALS_DIR"
@@ -59,10 +60,16 @@ class StreamSettings:
     """By group, for elastic sharding: listed and ordered once for all streams of a rank."""
 
     @staticmethod
-    def from_resource(dataset: BagelDataset) -> StreamSettings:
-        """Read the tokenizer and the small files that the resource names. Raises SpecError or StorageError."""
+    def from_resource(
+        dataset: BagelDataset, *, producers: int = 1, on_wait: Callable[[str], None] | None = None
+    ) -> StreamSettings:
+        """Read the tokenizer and the small files that the resource names. Raises SpecError or StorageError.
+
+        `producers` share what may be read ahead; with `on_wait` a store that is away is waited for (`Storage`).
+        """
         spec = dataset.spec
-        storage = open_storage(storage_settings(dataset))
+        storage = open_storage(storage_settings(dataset, producers))
+        storage.on_wait = on_wait
         encode, tokens = load_tokenizer(storage, spec.tokenizer)
         profile = PROFILES[spec.profile]
         return StreamSettings(
@@ -178,17 +185,20 @@ def _block(settings: StreamSettings, config: GroupConfig, topology: Topology) ->
     return share_of_stream(ordered[config.name], topology.rank, topology.world_size, config.name)
 
 
-def storage_settings(dataset: BagelDataset) -> StorageSettings:
-    """How the resource's object store is reached.
+def storage_settings(dataset: BagelDataset, producers: int = 1) -> StorageSettings:
+    """How the resource's object store is reached, by one of so many producers.
 
     BAGELPLANE_CREDENTIALS_DIR is where this container has the Secret of `secretRef`: it goes before the
     resource's own `credentialsDir`, which is of another machine then.
     """
     storage = dataset.spec.storage
+    ahead = storage.read_ahead
     return StorageSettings(
         endpoint_url=storage.endpoint_url,
         region=storage.region,
         credentials_dir=os.environ.get(CREDENTIALS_VARIABLE) or storage.credentials_dir,
+        read_ahead_bytes=ahead.size // producers,
+        read_ahead_requests=min(MAX_CONNECTIONS, -(-ahead.requests // producers)),
     )
 
 

@@ -59,6 +59,21 @@ class Cache(SpecModel):
     )
 
 
+class ReadAhead(SpecModel):
+    """What is fetched before it is needed, in planned order. All ranks of a pod share it in equal parts."""
+
+    size: ByteQuantity = field(
+        "Most bytes that were fetched, or are on their way, and not used yet.", 512 * 2**20, unit="bytes"
+    )
+    requests: int = field(
+        "Most requests at a time for that; a rank makes 64 at most. 0 turns reading ahead off.",
+        128,
+        unit="requests",
+        ge=0,
+        le=65_536,
+    )
+
+
 class Storage(SpecModel):
     """How the object store is reached. Says nothing about what is read."""
 
@@ -82,6 +97,7 @@ class Storage(SpecModel):
         example="/etc/bagel-s3",
     )
     cache: Cache | None = field("Local cache of what was read; none without it.", None)
+    read_ahead: ReadAhead = field("Fetching ahead from object stores.", factory=ReadAhead)
 
 
 class SpecialTokens(SpecModel):

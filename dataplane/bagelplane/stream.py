@@ -340,16 +340,17 @@ class RankStream:
     def __init__(
         self, workers: Sequence[WorkerStream], topology: Topology, drops: DropLog,
         known_bad: dict[str, str] | None, pool: ThreadPoolExecutor | None = None,
-        costs: Costs | None = None,
+        costs: Costs | None = None, storage: Storage | None = None,
     ) -> None:  # fmt: skip
         self.costs = costs or Costs()
         self._workers, self._topology, self._drops = list(workers), topology, drops
-        self._known_bad, self._pool = known_bad, pool
+        self._known_bad, self._pool, self._storage = known_bad, pool, storage
         self._worker_states = [worker.state() for worker in self._workers]
         self.step = 0
 
     def next_pack(self, allocate: Allocate) -> Pack:
         """The rank's next pack with its state, pixels in place (see `WorkerStream.next_pack`)."""
+        self._read_ahead(is_wanted=True)
         step, number = self.step, self.step % len(self._workers)
 
         def allocate_numbered(pack: Pack) -> Sequence[np.ndarray]:
@@ -379,6 +380,7 @@ class RankStream:
                 expected=f"at least {self.step}",
                 fix="use an older state",
             )
+        self._read_ahead(is_wanted=verify)
         while self.step < step:
             self._workers[self.step % len(self._workers)].skip_pack(verify=verify)
             self.step += 1
@@ -393,11 +395,17 @@ class RankStream:
         to be what `next_pack` gives only with `verify`, which decodes the images that it rests on. In profile
         Strict such an image takes its sample out of its pack and moves nothing; `verify` finds those samples.
         """
+        self._read_ahead(is_wanted=verify)
         number = self.step % len(self._workers)
         plan = self._workers[number].plan_pack(verify=verify)
         self._worker_states[number] = self._workers[number].state()
         self.step += 1
         return plan
+
+    def _read_ahead(self, *, is_wanted: bool) -> None:
+        """Whether pixels are wanted: where an index has all the rest, planning reads nothing of the data."""
+        if self._storage is not None:
+            self._storage.ahead.is_paused = self.index is not None and not is_wanted
 
     def marks(self) -> list[Mark]:
         """By worker, what determines the packs after `step`."""
@@ -434,9 +442,11 @@ class RankStream:
         self._worker_states = [worker.state() for worker in self._workers]
 
     def close(self) -> None:
-        """End the decode threads."""
+        """End the decode threads, and reading ahead."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._storage is not None:
+            self._storage.close()
 
     def _state(self, step: int, drops: Iterable[Drop] = ()) -> dict[str, Any]:
         return {
@@ -461,15 +471,20 @@ def open_rank_stream(
     decode_threads: int = 1,
     known_bad: Mapping[str, str] | None = None,
     on_bad_images: OnBadImages | None = None,
+    producers: int = 1,
+    on_wait: Callable[[str], None] | None = None,
 ) -> RankStream | ElasticStream:
     """The stream that `dataset` declares for one rank, at its beginning or where `state` was taken.
 
     `known_bad` are images found undecodable before (key to cause); `on_bad_images` is called with new ones
     before a pack planned without them is handed over, so that it can make them durable. In profile Strict
     both are without meaning.
+    Of `producers` in a pod this is one: they share what may be read ahead. With `on_wait` a store that is away is
+    waited for, for as long as it takes; it is called, by any thread, with what is waited for, and with "" when that
+    is over.
     Raises SpecError, StorageError, DataError or SnapshotError.
     """
-    settings = StreamSettings.from_resource(dataset)
+    settings = StreamSettings.from_resource(dataset, producers=producers, on_wait=on_wait)
     bad = None if settings.profile.plan_is_pure else dict(known_bad or {})
     pool = ThreadPoolExecutor(decode_threads, thread_name_prefix="decode") if decode_threads else None
     drops = DropLog(log)
@@ -485,7 +500,7 @@ def open_rank_stream(
             open_worker(settings, topology, worker_id, drops=drops)
             for worker_id in range(max(1, topology.num_workers))
         ]
-        stream = RankStream(workers, topology, drops, bad, pool, costs)
+        stream = RankStream(workers, topology, drops, bad, pool, costs, settings.storage)
     stream.index = settings.index
     if state is not None:
         stream.load_state(state)
@@ -506,7 +521,7 @@ def _elastic_stream(
         return open_worker(settings, Topology(number, streams, 0), 0, drops=stream_drops)
 
     place = ElasticPlace(topology.rank, topology.world_size, streams)
-    return ElasticStream(place, open_stream, drops, known_bad, pool, settings.storage.costs)
+    return ElasticStream(place, open_stream, drops, known_bad, pool, settings.storage.costs, settings.storage)
 
 
 def open_worker_stream(

@@ -59,6 +59,8 @@ class FakeStream:
         decode_threads: int = 1,
         known_bad: Mapping[str, str] | None = None,
         on_bad_images: Callable[[Mapping[str, str]], None] = lambda _: None,
+        producers: int = 1,
+        on_wait: Callable[[str], None] | None = None,
     ) -> Self:
         """As `bagelplane.stream.open_rank_stream` is called."""
         return cls(dataset, topology, state, known_bad or {}, on_bad_images)

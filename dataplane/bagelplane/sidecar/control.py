@@ -1,7 +1,7 @@
 """The pipe between supervisor and producer: a socket pair with length-prefixed JSON maps, both ways.
 
     supervisor to producer: setup (first, once), ack{step}, stop
-    producer to supervisor: ready, no_room{step}, published, known_bad, failed
+    producer to supervisor: ready, no_room{step}, store{away}, published, known_bad, failed
 
 JSON, because the state of a pack is JSON and must come through as it is. Both ends are ours and of one
 release; lengths are checked all the same, so that a mistake is an error and not an endless read.

@@ -11,6 +11,7 @@ go to the log, and only for what no user could mend.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import logging
@@ -86,6 +87,8 @@ class ProducerSetup:
     ring_bytes: int
     ring_mode: int
     decode_threads: int
+    producers: int
+    """How many there are in the pod."""
     start_step: int
     """Packs behind `state`."""
     target_step: int
@@ -105,7 +108,7 @@ class Producer:
 
     def __init__(self, setup: ProducerSetup, control: socket.socket) -> None:
         self._setup = setup
-        self._control = control
+        self._control, self._sending = control, threading.Lock()
         self._dataset = BagelDataset.from_mapping(setup.dataset)
         self._ring: RingWriter | None = None
         self._stopping = threading.Event()
@@ -173,6 +176,8 @@ class Producer:
             decode_threads=setup.decode_threads,
             known_bad=setup.known_bad,
             on_bad_images=self._keep_bad_images,
+            producers=setup.producers,
+            on_wait=self._tell_wait,
         )
         at = setup.state.get("step") if setup.state is not None else setup.start_step
         if at != setup.start_step:
@@ -281,8 +286,16 @@ class Producer:
             store.write_known_bad(self._setup.rank, self._step, images)
         self._send({"type": "known_bad", "images": dict(images)})
 
+    def _tell_wait(self, what: str) -> None:
+        """From any thread: the store is away, or (empty) back."""
+        if what:
+            log.warning("rank %d: waiting until the store is back: %s", self._setup.rank, what)
+        with contextlib.suppress(OSError):
+            self._send({"type": "store", "away": what})
+
     def _send(self, frame: Frame) -> None:
-        send_frame(self._control, frame)
+        with self._sending:
+            send_frame(self._control, frame)
 
     def _send_failure(self, error: BagelplaneError) -> None:
         frame = {

@@ -180,6 +180,7 @@ class RankServer:
         self._failures = 0
         self._last_failure = ""
         self._has_no_room = False  # the producer waits for the readers
+        self._store_away = ""  # what the producer waits for; empty while the store answers
         self._told_obstacle = ""
         self._task = asyncio.create_task(self._keep_alive(), name=f"rank {self.rank}")
 
@@ -230,6 +231,8 @@ class RankServer:
         """What is being waited for, in words."""
         if stopped := self._describe_stopped():
             return stopped
+        if self._store_away:
+            return f"the producer of rank {self.rank} waits until the store is back: {self._store_away}"
         if self.phase == "starting":
             again = f" again ({self._last_failure})" if self._last_failure else ""
             return f"the producer of rank {self.rank} is starting{again}"
@@ -247,7 +250,8 @@ class RankServer:
     def obstacle(self) -> str:
         """What keeps readers waiting that somebody should know of, in words; empty while there is nothing."""
         waits = self.longest_awaited_seconds >= _LAG_SECONDS
-        return self._describe_stopped() or (self.describe() if waits and self._has_no_room else "")
+        is_stuck = self._store_away or (waits and self._has_no_room)
+        return self._describe_stopped() or (self.describe() if is_stuck else "")
 
     def take_rows(self, step: int) -> dict[str, Any] | None:
         """The rows of a pack, once; None where they were not told."""
@@ -359,7 +363,7 @@ class RankServer:
     async def _run_once(self) -> None:
         """One life of a producer, from its start to its end."""
         self._records.clear()
-        self._last_failure, self._has_no_room = "", False
+        self._last_failure, self._has_no_room, self._store_away = "", False, ""
         reader = await self._spawn(self._build_setup(self.progress.starting_point()))
         while (frame := await read_frame(reader)) is not None:
             self._take(frame)
@@ -427,6 +431,8 @@ class RankServer:
             self._set_phase("ready")
         elif kind == "no_room":
             self._has_no_room = True
+        elif kind == "store":
+            self._store_away = frame["away"]
         elif kind == "known_bad":
             self._on_known_bad(frame["images"])
         elif kind == "failed":

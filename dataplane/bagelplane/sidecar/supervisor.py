@@ -383,6 +383,7 @@ class Supervisor:
                 ring_bytes=ring_bytes(self.dataset),
                 ring_mode=self._directory.file_mode,
                 decode_threads=decode_threads(self.dataset, local_ranks),
+                producers=local_ranks,
                 start_step=point.start_step,
                 target_step=point.target_step,
                 state=point.state,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from bagelplane.errors import DataError
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.facts import RowColumns, RowFacts, StoredFacts, block_name
 from bagelplane.sources.index import DatasetIndex, NotIndexedError
-from bagelplane.sources.parquet import ParquetReader, list_parquet
+from bagelplane.sources.parquet import ParquetReader, ahead_of, list_parquet
 from bagelplane.storage import Storage
+from bagelplane.storage.ahead import Part
 from bagelplane.storage.uris import show
+
+_LATE_SLICE_BYTES = 256 * 2**20
 
 
 def seen_parquet(storage: Storage, uri: str, kind: str, index: DatasetIndex | None) -> list[str]:
@@ -32,8 +35,15 @@ class ParquetBlocks:
     ) -> None:
         self._config, self._index, self._columns = config, index, columns
         self._parquet = ParquetReader(storage, columns.names)
-        # What an index knows is read when its pixels are needed, by whichever thread decodes them.
-        self._late, self._late_lock = ParquetReader(storage, columns.names), threading.Lock()
+        # What an index knows is read when its pixels are needed, by whichever thread decodes them, and kept for the
+        # rows of it that wait in the buffer.
+        self._late = ParquetReader(storage, columns.names, _LATE_SLICE_BYTES)
+        self._late_lock = threading.Lock()
+        self.ahead = ahead_of(storage, [dataset.uri for dataset in config.datasets])
+
+    def parts_of(self, uri: str, row_groups: Sequence[int] | None, first: int = 0) -> list[Part]:
+        """What is to be read of these row groups (None: of all from `first` on), for reading ahead."""
+        return self._parquet.parts_of(uri, row_groups, first)
 
     def expect(self, uris: Iterable[str]) -> None:
         """Says which files are asked for soon."""
@@ -61,7 +71,7 @@ class ParquetBlocks:
         return facts
 
     def _facts(self, reader: ParquetReader, uri: str, row_group: int) -> RowFacts | None:
-        table = reader.read_row_group(uri, row_group)
-        if table is None:
+        rows = reader.read_row_group(uri, row_group)
+        if rows is None:
             return None
-        return StoredFacts(table, block_name(uri, row_group), self._columns, self._config.profile)
+        return StoredFacts(rows, block_name(uri, row_group), self._columns, self._config.profile)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from bagelplane.engine.profile import Profile
 from bagelplane.engine.rng import Draws
@@ -29,9 +29,11 @@ from bagelplane.images import ImageError
 from bagelplane.sources.config import DatasetConfig, GroupConfig
 from bagelplane.sources.facts import Encode
 from bagelplane.sources.index import DatasetIndex, NotIndexedError
+from bagelplane.sources.parquet import ahead_of
 from bagelplane.sources.stored_image import StoredImage, reading_of
 from bagelplane.sources.video_frames import video_frames
 from bagelplane.storage import ObjectMissingError, Storage, UnusableNameError, join_uri
+from bagelplane.storage.ahead import Part
 
 # A row's name leads to no file: such a row is dropped. Whatever else a store says ends the stream.
 _NO_FILE = (ObjectMissingError, UnusableNameError)
@@ -74,14 +76,16 @@ def count_lines(storage: Storage, uri: str) -> int:
 
 def read_lines(storage: Storage, uri: str) -> list[str]:
     """All lines with their ends, blank ones too."""
-    return split_lines(storage.read_bytes(uri))
+    return split_lines(storage.open_binary(uri, whole=True))
 
 
-def split_lines(data: bytes) -> list[str]:
-    """The lines of a file, as `read_lines` gives them."""
+def split_lines(file: BinaryIO) -> list[str]:
+    """The lines of a file, which is closed then, as `read_lines` gives them."""
     # Text mode folds line ends, as the peer's file object does. Bytes that are no UTF-8 survive as surrogates,
     # so that such a line is dropped alone.
-    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="surrogateescape").readlines()
+    data = io.BufferedReader(cast(Any, file), _CHUNK_BYTES)
+    with io.TextIOWrapper(data, encoding="utf-8", errors="surrogateescape") as text:
+        return text.readlines()
 
 
 def look(dataset: DatasetConfig, storage: Storage, enough: int) -> int:
@@ -149,6 +153,20 @@ class ConversationReader:
     def __init__(self, config: GroupConfig, storage: Storage, index: DatasetIndex | None = None) -> None:
         self._storage, self._profile = storage, config.profile
         self._type, self._index = config.type, index
+        self.ahead = ahead_of(storage, [dataset.images_uri for dataset in config.datasets])
+
+    units_ahead = 64
+
+    def parts_of(self, unit: Unit, block: int) -> list[Part]:
+        """The images that a line names. (Of a video nothing is known before its folder is listed.)"""
+        row = json.loads(unit[0])
+        names = row.get("image", []) if isinstance(row, dict) else []
+        folder = ImageFolder(self._storage, unit[1], self._profile)
+        return [
+            Part(folder.uri_of(name))
+            for name in (names if isinstance(names, list) else [names])
+            if isinstance(name, str) and not name.endswith("/")
+        ]
 
     def read_block(self, unit: Unit, block: int) -> ConversationBlock | None:
         if block > 0:
@@ -214,14 +232,14 @@ class ImageFolder:
         self._storage, self._uri, self._profile = storage, uri, profile
 
     def open_image(self, name: str) -> StoredImage:
-        return self._stored(self._join(name))
+        return self._stored(self.uri_of(name))
 
     def list_frames(self, name: str) -> Sequence[EncodedImage]:
         """The frames of a folder (its name ends in a slash), by number; or of a video file.
 
         The empty name is the image folder itself, as joining it to that gives one that ends in a slash.
         """
-        uri = self._join(name) if name else f"{self._uri.rstrip('/')}/"
+        uri = self.uri_of(name) if name else f"{self._uri.rstrip('/')}/"
         if not uri.endswith("/"):
             try:
                 return video_frames(uri, self._read(uri))
@@ -239,14 +257,15 @@ class ImageFolder:
     def has(self, name: str) -> bool:
         """Whether there is such a file or (with a slash at its end) a folder of frames with something in it."""
         try:
-            uri = self._join(name)
+            uri = self.uri_of(name)
             if uri.endswith("/"):
                 return bool(self._storage.list_all(uri).files)
             return self._storage.exists(uri)
         except (UnreadableImage, *_NO_FILE):
             return False
 
-    def _join(self, name: str) -> str:
+    def uri_of(self, name: str) -> str:
+        """Raises UnreadableImage for a name that may not be followed."""
         try:
             return join_uri(self._uri, name, inside=self._profile.images_match_text)
         except DataError as error:

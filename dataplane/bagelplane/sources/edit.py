@@ -30,6 +30,7 @@ from bagelplane.sources.parquet import (
     list_parquet,
 )
 from bagelplane.storage import Storage, join_uri
+from bagelplane.storage.ahead import Part
 from bagelplane.storage.uris import show
 
 log = logging.getLogger(__name__)
@@ -85,13 +86,10 @@ def _row_group_counts(
     if dataset.row_groups is None:
         reader = ParquetReader(storage, list(_COLUMNS))
         counts: dict[str, int] = {}
-        for file in files:
-            if index is not None:
-                with suppress(NotIndexedError):
-                    counts[file] = len(index.row_groups(kind, file))
-            if file not in counts:
-                counts[file] = reader.num_row_groups(file)
-        return counts
+        for file in files if index is not None else ():
+            with suppress(NotIndexedError):
+                counts[file] = len(index.row_groups(kind, file))
+        return counts | reader.row_group_counts([file for file in files if file not in counts])
     unknown = sorted(set(files) - set(dataset.row_groups))
     if unknown:
         log.warning(
@@ -137,6 +135,12 @@ class EditReader:
 
     def __init__(self, config: GroupConfig, storage: Storage, index: DatasetIndex | None = None) -> None:
         self._blocks = ParquetBlocks(config, storage, index, ROW_COLUMNS)
+        self.ahead = self._blocks.ahead
+
+    units_ahead = 8
+
+    def parts_of(self, unit: tuple[str, int], block: int) -> list[Part]:
+        return self._blocks.parts_of(unit[0], [unit[1]])
 
     def read_block(self, unit: tuple[str, int], block: int) -> EditBlock | None:
         if block > 0:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from bagelplane.engine.profile import Profile
 from bagelplane.engine.samples import EncodedImage
-from bagelplane.sources.parquet import Column
+from bagelplane.sources.parquet import Column, RowGroup, WholeRows
 from bagelplane.sources.stored_image import image_of_value
 
 Encode = Callable[[str], Sequence[int]]
@@ -53,10 +53,10 @@ class RowColumns:
 class StoredFacts:
     """A row group as read; `name` is its block's."""
 
-    def __init__(self, table: Any, name: str, columns: RowColumns, profile: Profile) -> None:
-        self._name, self._length, self._profile = name, table.num_rows, profile
+    def __init__(self, rows: RowGroup | WholeRows, name: str, columns: RowColumns, profile: Profile) -> None:
+        self._name, self._length, self._profile = name, rows.num_rows, profile
         self._is_list = columns.has_image_list
-        self._images, self._texts = Column(table, columns.images), Column(table, columns.texts)
+        self._images, self._texts = Column(rows, columns.images), Column(rows, columns.texts)
 
     def __len__(self) -> int:
         return int(self._length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from bagelplane.engine.rng import Draws, LiveDraws, ReplayedDraws, StreamRandom,
 from bagelplane.engine.rows import RowPlace
 from bagelplane.engine.samples import PlanContext, RowDropped, Sample
 from bagelplane.errors import DataError
+from bagelplane.storage.ahead import Part, ReadAhead
 
 _UNITS_EXPECTED = 16
 _CACHED_BLOCKS = 2  # the one being walked, and one for replaying buffered rows
@@ -29,6 +31,15 @@ class Block(Protocol):
 
 class UnitReader(Protocol):
     """How the units of one group type are read."""
+
+    ahead: ReadAhead | None
+    """Where parts of units to come are fetched ahead; None where that gains nothing."""
+    units_ahead: int
+    """Of how many units ahead the parts are looked up."""
+
+    def parts_of(self, unit: Any, block: int) -> Sequence[Part]:
+        """What will be read of a unit from a block on, in that order. Called by other threads."""
+        ...
 
     def read_block(self, unit: Any, block: int) -> Block | None:
         """Block `block` of a unit; None when the unit has no such block."""
@@ -71,6 +82,13 @@ class StoredGroup:
         self._units, self._reader, self._context = units, reader, context
         self._position = (0, 0, 0)
         self._blocks: OrderedDict[tuple[int, int], Block | None] = OrderedDict()
+        self._lane = None
+        if reader.ahead is not None:
+            self._lane = reader.ahead.lane(
+                lambda number, block: reader.parts_of(units[number], block), len(units), reader.units_ahead
+            )
+        if self._lane is not None:
+            weakref.finalize(self, self._lane.close)
 
     def mark(self) -> list[int]:
         return list(self._position)
@@ -109,6 +127,8 @@ class StoredGroup:
         unit, block, row = self._position
         wraps = 0
         while True:
+            if self._lane is not None:
+                self._lane.stand_at(unit, block)
             rows = self._block(unit, block)
             if rows is None:
                 unit, block, row = unit + 1, 0, 0

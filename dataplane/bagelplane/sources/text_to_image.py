@@ -32,6 +32,7 @@ from bagelplane.sources.parquet import (
     list_parquet,
 )
 from bagelplane.storage import Storage
+from bagelplane.storage.ahead import Part
 
 ROW_COLUMNS = RowColumns("image", "captions", has_image_list=False)
 _COLUMNS = {
@@ -70,6 +71,12 @@ class TextToImageReader:
 
     def __init__(self, config: GroupConfig, storage: Storage, index: DatasetIndex | None = None) -> None:
         self._blocks = ParquetBlocks(config, storage, index, ROW_COLUMNS)
+        self.ahead = self._blocks.ahead
+
+    units_ahead = 4
+
+    def parts_of(self, unit: str, block: int) -> list[Part]:
+        return self._blocks.parts_of(unit, None, first=block)
 
     def read_block(self, unit: str, block: int) -> TextToImageBlock | None:
         facts = self._blocks.read(unit, block)

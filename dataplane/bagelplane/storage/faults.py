@@ -213,6 +213,15 @@ _EXCEPTIONS = (
 )
 
 
+def changed(attempted: Attempted, version: str) -> StorageError:
+    """An object is not any more what was seen first."""
+    return StorageError(
+        f"{attempted.text}: it was changed since it was first seen",
+        expected=f"version {version}",
+        fix="write new data under new keys, and start again",
+    )
+
+
 def answer_of(error: BaseException) -> ServerAnswer | None:
     """The server's own error, if one is among the causes of this exception."""
     for cause in _causes(error):

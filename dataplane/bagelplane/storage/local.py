@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 
 from bagelplane.costs import Costs, CountedFile
 from bagelplane.storage.backends import Children, FileInfo
-from bagelplane.storage.faults import ObjectTooLargeError, UnusableNameError
+from bagelplane.storage.faults import Attempted, ObjectTooLargeError, UnusableNameError, changed
 from bagelplane.storage.uris import Location, show
 
 _TEMPORARY_PREFIX = ".bagelplane-writing-"
@@ -68,15 +68,18 @@ class LocalFiles:
         version: str | None,
         limit_bytes: int | None = None,
     ) -> bytes:
-        with self.open(location) as file:
+        with self.open(location, version=version) as file:
             file.seek(start)
             if limit_bytes is not None and (size_bytes := os.fstat(file.fileno()).st_size) > limit_bytes:
                 raise ObjectTooLargeError.of(location, f"{size_bytes} bytes", limit_bytes)
             return file.read() if end is None else file.read(max(end - start, 0))
 
-    def open(self, location: Location, costs: Costs | None = None) -> BinaryIO:
+    def open(self, location: Location, costs: Costs | None = None, version: str | None = None) -> BinaryIO:
         # Before it is opened: that alone waits for ever at a pipe, and does things to some devices.
-        _refuse_other_kinds(location, os.stat(location.key))  # noqa: PTH116 (as above)
+        status = os.stat(location.key)  # noqa: PTH116 (as above)
+        _refuse_other_kinds(location, status)
+        if version is not None and _describe(location.uri, status).version != version:
+            raise changed(Attempted("read", location), version)
         if costs is not None:
             return cast(BinaryIO, io.BufferedReader(CountedFile(location.key, costs)))
         return open(location.key, "rb")  # noqa: PTH123 (as above: a slash at the end names no file)

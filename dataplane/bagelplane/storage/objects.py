@@ -7,6 +7,7 @@ again by themselves.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import uuid
@@ -16,11 +17,12 @@ from typing import Any
 
 from bagelplane.errors import StorageError
 from bagelplane.storage.backends import Children, FileInfo
-from bagelplane.storage.faults import Attempted, ObjectTooLargeError, answer_of, is_bodyless
+from bagelplane.storage.faults import Attempted, ObjectTooLargeError, answer_of, changed, is_bodyless
 from bagelplane.storage.settings import Credentials, StorageSettings, show_endpoint
 from bagelplane.storage.uris import Location
 
 MAX_PUT_BYTES = 5 * 2**30  # S3's limit for one request
+_SLOWEST_BYTES_A_SECOND = 64 * 1024
 _PROBE_NAME = ".bagelplane-probe-"
 
 
@@ -123,22 +125,16 @@ class S3Objects:
             request["IfMatch"] = f'"{version}"'
         filesystem = self._filesystem()
         try:
-            data, current = sync(filesystem.loop, _fetch, filesystem, request, location, limit_bytes)
+            seconds = self._settings.read_timeout_seconds
+            data, current = sync(filesystem.loop, _fetch, filesystem, request, seconds, location, limit_bytes)
         except Exception as error:
             if version and _is_refused_condition(error):
-                raise self._changed(location, version) from None
+                raise changed(Attempted("read", location, self.endpoint()), version) from None
             raise
         if version and current != version:
             # The server ignored the condition.
-            raise self._changed(location, version)
+            raise changed(Attempted("read", location, self.endpoint()), version)
         return bytes(data)
-
-    def _changed(self, location: Location, version: str) -> StorageError:
-        return StorageError(
-            f"{Attempted('read', location, self.endpoint()).text}: it was changed since it was opened",
-            expected=f"version {version}",
-            fix="write new data under new keys, and start again",
-        )
 
     def write(self, location: Location, data: bytes | memoryview) -> None:
         self._put(location, data)
@@ -202,12 +198,14 @@ def _is_refused_condition(error: Exception) -> bool:
 
 
 async def _fetch(
-    filesystem: Any, request: dict[str, Any], location: Location, limit_bytes: int | None
+    filesystem: Any, request: dict[str, Any], seconds: float, location: Location, limit_bytes: int | None
 ) -> tuple[bytes, str]:
-    """The body and its version."""
+    """The body and its version. TimeoutError when it takes more than `seconds` beside what its bytes may take."""
     response = await filesystem._call_s3("get_object", **request)
     expected_bytes = response.get("ContentLength")
-    async with response["Body"] as body:
+    # A wait on the socket has its own limit, which a body that drips never meets.
+    longest = seconds + (expected_bytes or limit_bytes or 0) / _SLOWEST_BYTES_A_SECOND
+    async with asyncio.timeout(longest), response["Body"] as body:
         if limit_bytes is not None and (expected_bytes or 0) > limit_bytes:
             raise ObjectTooLargeError.of(location, f"{expected_bytes} bytes", limit_bytes)
         if limit_bytes is not None and expected_bytes is None:
@@ -300,7 +298,11 @@ class FsspecObjects:
             return b""
         if limit_bytes is not None and (size_bytes := self.info(location).size_bytes) > limit_bytes:
             raise ObjectTooLargeError.of(location, f"{size_bytes} bytes", limit_bytes)
-        return bytes(self._filesystem().cat_file(_path(location), start=start or None, end=end))
+        data = bytes(self._filesystem().cat_file(_path(location), start=start or None, end=end))
+        # Not every package can make a read depend on a version; looked at after it, none is missed.
+        if version and self.info(location).version != version:
+            raise changed(Attempted("read", location, self.endpoint()), version)
+        return data
 
     def write(self, location: Location, data: bytes | memoryview) -> None:
         self._filesystem().pipe_file(_path(location), bytes(data))

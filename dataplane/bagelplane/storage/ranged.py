@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 
-_WINDOW_BYTES = 64 * 1024
+WINDOW_BYTES = 64 * 1024
 
 
 class RangedFile(io.BufferedIOBase):
@@ -13,12 +13,20 @@ class RangedFile(io.BufferedIOBase):
 
     Small reads are served from a window of 64 KiB, so that lines and footers cost few requests; a read
     larger than the window fetches just what was asked for. pyarrow reads it
-    (`pyarrow.parquet.ParquetFile(file)`).
+    (`pyarrow.parquet.ParquetFile(file)`). `take(start, end)` gives what was fetched ahead, or None.
     """
 
-    def __init__(self, name: str, size_bytes: int, fetch: Callable[[int, int], bytes]) -> None:
+    def __init__(
+        self,
+        name: str,
+        size_bytes: int,
+        fetch: Callable[[int, int], bytes],
+        take: Callable[[int, int], bytes | None] = lambda start, end: None,
+        *,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
         self.name, self.size_bytes = name, size_bytes
-        self._fetch = fetch
+        self._fetch, self._take, self._window_bytes = fetch, take, window_bytes
         self._position = 0
         self._window, self._window_start = b"", 0
 
@@ -72,12 +80,15 @@ class RangedFile(io.BufferedIOBase):
         window_end = self._window_start + len(self._window)
         if self._window_start <= start and end <= window_end:
             return self._window[start - self._window_start : end - self._window_start]
-        if end - start >= _WINDOW_BYTES:
+        ahead = self._take(start, end)
+        if ahead is not None:
+            return ahead
+        if end - start >= self._window_bytes:
             return self._fetch(start, end)
         # At the end of the file the window reaches backwards: a footer's length is read before the footer.
-        self._window_start = max(min(start, self.size_bytes - _WINDOW_BYTES), 0)
+        self._window_start = max(min(start, self.size_bytes - self._window_bytes), 0)
         self._window = self._fetch(
-            self._window_start, min(self._window_start + _WINDOW_BYTES, self.size_bytes)
+            self._window_start, min(self._window_start + self._window_bytes, self.size_bytes)
         )
         return self._window[start - self._window_start : end - self._window_start]
 

@@ -32,8 +32,11 @@ class RetryPolicy:
         classify: Callable[[Exception], Fault],
         reconnect: Callable[[], bool],
         on_retry: Callable[[Fault], None] = lambda fault: None,
+        outlasts: Callable[[Fault], bool] = lambda fault: False,
     ) -> _Result:
         """The result of `action(number of the try, from 0)`. Raises the error of the last fault.
+
+        What passes is still tried every few seconds, when all tries are used up, for as long as `outlasts` says so.
 
         `reconnect` drops connection and credentials and says whether new ones may be found; once a call at
         most.
@@ -52,6 +55,8 @@ class RetryPolicy:
                 on_retry(fault)
                 continue
             pause_seconds = self._pause(fault, attempt, time.monotonic() - began)
+            if pause_seconds is None and fault.retry in (Retry.BACKOFF, Retry.BRIEF) and outlasts(fault):
+                pause_seconds = _LONGEST_PAUSE_SECONDS * random.uniform(0.5, 1.0)
             if pause_seconds is None:
                 raise fault.error from None
             _logger.warning("trying again in %.1f s: %s", pause_seconds, fault.error)

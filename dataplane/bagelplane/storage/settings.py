@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from bagelplane.errors import StorageError
 
+MAX_CONNECTIONS = 64
 _SECRET_FILES = ("access_key_id", "secret_access_key", "session_token")
 
 
@@ -41,6 +42,8 @@ class StorageSettings:
     connect_timeout_seconds, read_timeout_seconds: for one connection; for one wait on the socket.
     attempts: most tries of one request that fails in a way that passes.
     retry_seconds: no new try begins later than this after the first.
+    read_ahead_bytes, read_ahead_requests: most that is fetched before it is asked for, and by how many requests at a
+        time. 0: nothing is.
     """
 
     endpoint_url: str | None = None
@@ -53,6 +56,8 @@ class StorageSettings:
     read_timeout_seconds: float = 30.0
     attempts: int = 6
     retry_seconds: float = 60.0
+    read_ahead_bytes: int = 512 * 2**20
+    read_ahead_requests: int = MAX_CONNECTIONS
 
     @property
     def endpoint(self) -> str | None:
@@ -109,7 +114,7 @@ class StorageSettings:
                 "read_timeout": self.read_timeout_seconds,
                 # Tries are counted and paced in one place, retries.py.
                 "retries": {"total_max_attempts": 1, "mode": "standard"},
-                "max_pool_connections": 64,
+                "max_pool_connections": MAX_CONNECTIONS,
                 "request_checksum_calculation": self.checksum_validation,
                 "response_checksum_validation": self.checksum_validation,
             },

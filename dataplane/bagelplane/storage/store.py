@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import BinaryIO, TypeVar, cast
 
 from bagelplane.costs import Costs
 from bagelplane.errors import ObjectExistsError
+from bagelplane.storage.ahead import Part, ReadAhead
 from bagelplane.storage.backends import Backend, Children, FileInfo
 from bagelplane.storage.faults import Attempted, Fault, ObjectMissingError, classify
 from bagelplane.storage.local import LocalFiles
 from bagelplane.storage.objects import FsspecObjects, S3Objects
-from bagelplane.storage.ranged import RangedFile
+from bagelplane.storage.ranged import WINDOW_BYTES, RangedFile
 from bagelplane.storage.retries import RetryPolicy
 from bagelplane.storage.settings import StorageSettings
 from bagelplane.storage.uris import Location, parse_uri, show
@@ -31,7 +33,13 @@ class Storage:
         self.settings = settings
         self._policy = RetryPolicy(attempts=settings.attempts, seconds=settings.retry_seconds)
         self._backends: dict[str, Backend] = {}
+        self._pinned: dict[str, FileInfo] = {}
+        self._waiting: dict[object, str] = {}
+        self.on_wait: Callable[[str], None] | None = None
+        """Set where a store that is away is to be waited for: called, by any thread, with what is waited for, and with
+        "" when that is over. None: an error after the usual tries."""
         self.costs = Costs()
+        self.ahead = ReadAhead(self._read_part, settings.read_ahead_bytes, settings.read_ahead_requests)
 
     def __reduce__(self) -> tuple[object, ...]:
         return open_storage, (self.settings,)
@@ -76,6 +84,10 @@ class Storage:
             raise ObjectMissingError(f"nothing below {self._where(uri)}", fix="correct the prefix")
         return children
 
+    def pin(self, infos: Iterable[FileInfo]) -> None:
+        """From now on `open_binary` takes these versions as current: of another one nothing is read."""
+        self._pinned.update((info.uri, info) for info in infos)
+
     def info(self, uri: str) -> FileInfo:
         """Size and version of one object."""
         location = parse_uri(uri)
@@ -91,36 +103,76 @@ class Storage:
 
     def read_bytes(self, uri: str, *, limit_bytes: int | None = None) -> bytes:
         """The whole object. ObjectTooLargeError, and nothing of it is kept, if it has more than `limit_bytes`."""
-        location = parse_uri(uri)
+        ahead = self.ahead.take(uri, 0, None) if limit_bytes is None else None
+        return self._read_part(Part(uri), limit_bytes) if ahead is None else ahead
+
+    def _read_part(self, part: Part, limit_bytes: int | None = None) -> bytes:
+        location = parse_uri(part.uri)
         data = self._run(
-            "read", location, lambda backend, _: backend.read(location, 0, None, None, limit_bytes)
+            "read",
+            location,
+            lambda backend, _: backend.read(location, part.start, part.end, part.version, limit_bytes),
         )
         self.costs.read(len(data))
         return data
 
-    def open_binary(self, uri: str, info: FileInfo | None = None) -> BinaryIO:
+    def is_remote(self, uri: str) -> bool:
+        """Whether reading it is a request over the network."""
+        return not parse_uri(uri).is_local
+
+    def pinned_version(self, uri: str) -> str | None:
+        """The version that was pinned; None where none was."""
+        pinned = self._pinned.get(uri)
+        return pinned.version if pinned is not None else None
+
+    def open_binary(
+        self, uri: str, info: FileInfo | None = None, *, whole: bool = False, window_bytes: int = WINDOW_BYTES
+    ) -> BinaryIO:
         """The object as a seekable file, for pyarrow among others. Local: a plain buffered file. `info` is what
         a listing told of it: it is not looked up again then.
 
-        Remote: each read is a ranged request, bound to the version found at opening: an object that is
-        replaced meanwhile gives an error, never a mixture (on stores that know the condition).
+        Remote: each read is a ranged request, bound to the version that was pinned, or else found at opening: an
+        object that was replaced since gives an error, never a mixture. With `whole` it will be read from its
+        beginning to its end, and is fetched ahead. Small reads fetch `window_bytes`; 0: no more than is asked for.
         """
         location = parse_uri(uri)
+        info = info or self._pinned.get(uri)
         if location.is_local:
             self.info(uri)  # refuses a folder in the same words as elsewhere
+            version = info.version if info is not None else None
             return self._run(
-                "read", location, lambda backend, _: cast(LocalFiles, backend).open(location, self.costs)
+                "read",
+                location,
+                lambda backend, _: cast(LocalFiles, backend).open(location, self.costs, version),
             )
         info = info or self.info(uri)
 
         def fetch(start: int, end: int) -> bytes:
-            data = self._run(
-                "read", location, lambda backend, _: backend.read(location, start, end, info.version)
-            )
-            self.costs.read(len(data))
-            return data
+            return self._read_part(Part(uri, start, end, info.version))
 
-        return cast(BinaryIO, RangedFile(show(uri), info.size_bytes, fetch))
+        def take(start: int, end: int) -> bytes | None:
+            return self.ahead.take(uri, start, end, info.version)
+
+        file = RangedFile(show(uri), info.size_bytes, fetch, take, window_bytes=window_bytes)
+        if whole:
+            self._follow(file, info)
+        return cast(BinaryIO, file)
+
+    def _follow(self, file: RangedFile, info: FileInfo) -> None:
+        """Fetch a file ahead, until it is closed."""
+        size, step = info.size_bytes, self.ahead.part_bytes
+
+        def parts_of(_unit: int, _block: int) -> list[Part]:
+            return [Part(info.uri, at, min(at + step, size), info.version) for at in range(0, size, step)]
+
+        lane = self.ahead.lane(parts_of, 1, 1)
+        if lane is not None:
+            lane.stand_at(0, 0)
+            weakref.finalize(file, lane.close)
+
+    def close(self) -> None:
+        """Ends reading ahead. What is asked for later is still read."""
+        self.ahead.close()
 
     def write_bytes(
         self, uri: str, data: bytes | bytearray | memoryview, *, only_if_absent: bool = False
@@ -204,12 +256,29 @@ class Storage:
             finally:
                 self.costs.requested(verb.replace(" ", "_"), perf_counter() - begun)
 
-        return self._policy.run(
-            attempt,
-            lambda error: self._classify(error, verb, location),
-            lambda: backend.reconnect(generation),
-            lambda fault: self.costs.retried(fault.cause),
-        )
+        request = object()
+        try:
+            return self._policy.run(
+                attempt,
+                lambda error: self._classify(error, verb, location),
+                lambda: backend.reconnect(generation),
+                lambda fault: self.costs.retried(fault.cause),
+                lambda fault: self._outlasts(request, fault),
+            )
+        finally:
+            if request in self._waiting:
+                del self._waiting[request]
+                if self.on_wait is not None and not self._waiting:
+                    self.on_wait("")
+
+    def _outlasts(self, request: object, fault: Fault) -> bool:
+        if self.on_wait is None:
+            return False
+        is_first = not self._waiting
+        self._waiting[request] = fault.error.what
+        if is_first:
+            self.on_wait(f"{fault.error.what} ({fault.error.got})")
+        return True
 
     def _classify(self, error: Exception, verb: str, location: Location) -> Fault:
         backend = self._backend(location)
