@@ -206,17 +206,18 @@ def test_every_row_answers_every_draw_the_same(name: str, profile: str, indexed:
 class RowsInMemory(StoredFacts):
     """RowFacts over Python values, without Arrow."""
 
-    def __init__(self, table: Any, name: str, columns: Any, profile: Any) -> None:
-        super().__init__(table, name, columns, profile)
-        self._images, self._texts = (_Values(table.column(column)) for column in columns.names)
+    def __init__(self, rows: Any, name: str, columns: Any, profile: Any) -> None:
+        super().__init__(rows, name, columns, profile)
+        self._images, self._texts = (_Values(rows, column) for column in columns.names)
 
 
 class _Values:
-    def __init__(self, column: Any) -> None:
+    def __init__(self, rows: Any, column: str) -> None:
         self._values: list[Any] = []
-        for number in range(len(column)):
+        for number in range(rows.num_rows):
+            batch, first = rows.slice_with(number)
             try:
-                self._values.append(column[number].as_py())
+                self._values.append(batch.column(column)[number - first].as_py())
             except UnicodeDecodeError as error:
                 self._values.append(ValueError(f"{type(error).__name__}: {error}"))
 
