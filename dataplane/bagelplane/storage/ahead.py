@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from bagelplane.errors import BagelplaneError, TransientStorageError
 
@@ -83,6 +84,17 @@ class Lane:
             for _ in range(distance):
                 self._drop_first()
             self._number, self._block = number, block
+            first = None if self.units else self.next_unit()
+            self._ahead.pump(self)
+        if first is not None:
+            # By this thread, which would have to find out the same: nothing of it is read past the parts.
+            self._ahead.look_up(*first)
+
+    def expect(self, parts: Sequence[Part]) -> None:
+        """Of a walker that reads one thing, whose parts are known."""
+        with self._ahead.lock:
+            self._number = 0
+            self.units.append(_Unit(self, deque(parts)))
             self._ahead.pump(self)
 
     def next_unit(self) -> tuple[int, int, _Unit] | None:
@@ -109,7 +121,7 @@ class Lane:
         """Under the lock."""
         while self.units:
             self._drop_first()
-        self._number = -1
+        self._most_units = 0
 
 
 PartsOf = Callable[[int, int], Sequence[Part]]
@@ -208,8 +220,7 @@ class ReadAhead:
         """Has parts looked up and fetched, as far as the bounds let it."""
         self._drop_closed()
         while (following := lane.next_unit()) is not None:
-            number, block, unit = following
-            self._submit(partial(self._look_up, number, block, unit))
+            self._submit(partial(self.look_up, *following))
         mine = [held for unit in lane.units for held in unit.held]
         held_bytes, count = sum(held.reckoned_bytes for held in mine), len(mine)
         for unit in lane.units:
@@ -267,7 +278,7 @@ class ReadAhead:
                 return
             job()
 
-    def _look_up(self, number: int, block: int, unit: _Unit) -> None:
+    def look_up(self, number: int, block: int, unit: _Unit) -> None:
         try:
             parts = deque(unit.lane.parts_of(number, block))
         except Exception:  # noqa: BLE001 (whatever it is, the reader meets it at its place)
@@ -306,7 +317,23 @@ class ReadAhead:
             entries = [held for held in self._held.get(uri, ()) if held.part.version == version]
             if end is None:
                 return [held for held in entries if held.part.end is None][:1]
-            return _covering(entries, start, end)
+            return _covering(entries, start, end) or self._wanted_now(uri, start, end, version)
+
+    def _wanted_now(self, uri: str, start: int, end: int, version: str | None) -> list[_Held]:
+        """The same of parts that wait for room: what is read now goes before what will be."""
+        for unit in [unit for lane in self.lanes for unit in islice(lane.units, 2)]:
+            meant = [
+                part
+                for part in unit.parts or ()
+                if part.uri == uri and part.version == version and _overlaps(part, start, end)
+            ]
+            for part in meant:
+                assert unit.parts is not None
+                unit.parts.remove(part)
+                self._expect(part, self._reckon(part), unit)
+            if meant:
+                return _covering(self._held[uri], start, end)
+        return []
 
     def _served(self, held: _Held, size_bytes: int | None) -> None:
         """A reader had so much of it (None: all); once it had all, a part leaves the unit that came first."""
@@ -322,6 +349,10 @@ class ReadAhead:
     def _check_process(self) -> None:
         if self._process != os.getpid():
             self._begin()  # after a fork: threads and locks are the parent's
+
+
+def _overlaps(part: Part, start: int, end: int) -> bool:
+    return part.end is not None and part.start < end and start < part.end
 
 
 def _covering(entries: Sequence[_Held], start: int, end: int) -> list[_Held]:

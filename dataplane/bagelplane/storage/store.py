@@ -162,12 +162,11 @@ class Storage:
         """Fetch a file ahead, until it is closed."""
         size, step = info.size_bytes, self.ahead.part_bytes
 
-        def parts_of(_unit: int, _block: int) -> list[Part]:
-            return [Part(info.uri, at, min(at + step, size), info.version) for at in range(0, size, step)]
-
-        lane = self.ahead.lane(parts_of, 1, 1)
+        lane = self.ahead.lane(lambda _unit, _block: (), 1, 1)
         if lane is not None:
-            lane.stand_at(0, 0)
+            lane.expect(
+                [Part(info.uri, at, min(at + step, size), info.version) for at in range(0, size, step)]
+            )
             weakref.finalize(file, lane.close)
 
     def close(self) -> None:
