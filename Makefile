@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-builtin-rules
-.PHONY: help env test test-quick e2e cluster checks services tools images lint format docs bench soak demo verify pins clean
+.PHONY: help env test test-quick e2e cluster checks services tools images lint format docs bench bench-storage soak demo verify pins clean
 
 PY := .venv/bin/python
 PYTEST_ARGS ?=
@@ -75,6 +75,9 @@ soak: .venv/ready ## 400 rounds of kills, 200,000 packs, a million damaged input
 	$(call stage,kills with eight ranks,$(PY) -m tests.soak.kills --ranks 8 --rounds 200)
 	$(call stage,memory,$(PY) -m tests.soak.memory --packs 200000 --chart soak-out/memory.png)
 	$(call stage,fuzzing,$(PY) -m tests.soak.fuzz --inputs 1000000)
+
+bench-storage: .venv/ready ## S3 behind a slow network beside local files: table, PNG, every request accounted for
+	@$(PY) tests/benchmarks/storage.py
 
 demo: .venv/ready ## data over S3 into two trainers, a kill, a resume, another world size, the same bits
 	@.venv/bin/bagelplane demo

@@ -86,9 +86,10 @@ def _row_group_counts(
     if dataset.row_groups is None:
         reader = ParquetReader(storage, list(_COLUMNS))
         counts: dict[str, int] = {}
-        for file in files if index is not None else ():
-            with suppress(NotIndexedError):
-                counts[file] = len(index.row_groups(kind, file))
+        if index is not None:
+            for file in files:
+                with suppress(NotIndexedError):
+                    counts[file] = len(index.row_groups(kind, file))
         return counts | reader.row_group_counts([file for file in files if file not in counts])
     unknown = sorted(set(files) - set(dataset.row_groups))
     if unknown:
