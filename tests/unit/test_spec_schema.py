@@ -38,6 +38,7 @@ spec:
     secretRef: {name: keys}
     credentialsDir: keys
     cache: {sizeLimit: 10Gi}
+    readAhead: {size: 512Mi, requests: 128}
   tokenizer:
     uri: s3://bucket/tokenizer.json
     specialTokens: {bos: a, eos: 2, startOfImage: b, endOfImage: c}
