@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from bagelplane.cli.app import main
-from bagelplane.cli.demo import RESOURCE, Demo
+from bagelplane.cli.demo import RESOURCE, Demo, own_name
 from bagelplane.cli.demo_comparison import Comparison, Ranks
 from bagelplane.cli.demo_processes import Child, DemoError
 from bagelplane.cli.demo_reference import undisturbed_packs
@@ -140,6 +140,21 @@ def test_folder_of_somebody_else_is_left_alone(capsys: pytest.CaptureFixture[str
     assert ended.value.code == SpecError.exit_code
     assert "was not made by the demo" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "ten years of work"
+
+
+def test_the_commands_to_try_next_are_those_that_the_shell_finds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "bin" / "bagelplane"
+    program.parent.mkdir()
+    program.write_text("")
+    program.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert own_name() == "bin/bagelplane"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert own_name() == "bagelplane"
 
 
 def test_one_different_array_is_found_and_fails_the_demo(tmp_path: Path) -> None:

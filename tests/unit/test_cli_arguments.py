@@ -35,6 +35,8 @@ WRONG = [
     ("plan F/nowhere.yaml", "nowhere.yaml"),
     ("plan R --rank 3", "rank 3"),
     ("plan R --png F/nowhere/plan.png", "no folder .*nowhere"),
+    ("index F/nowhere.yaml", "nowhere.yaml"),
+    ("index R --shard 8/8", "8/8"),
     ("preview F/nowhere.yaml", "nowhere.yaml"),
     ("preview R --rank 3", "rank 3"),
     ("preview R -o F/nowhere/x.png", "no folder .*nowhere"),

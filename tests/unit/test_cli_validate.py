@@ -168,6 +168,13 @@ def test_every_command_of_the_table_loads_and_teaches(command: program.Command) 
     assert loaded.help
 
 
+@pytest.mark.parametrize("command", program.COMMANDS, ids=lambda command: command.name)
+def test_help_fills_its_paragraphs(command: program.Command) -> None:
+    loaded = load_command(command.name)
+    for each in (loaded, *getattr(loaded, "commands", {}).values()):
+        assert each.rich_markup_mode == "markdown", f"{each.name}: breaks lines where the source does"
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys\nfrom bagelplane.cli.app import main\n"
@@ -187,6 +194,17 @@ def test_tables_are_not_cut_when_they_go_into_a_file(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert long in out
     assert "12,345" in out
+
+
+def test_a_title_is_one_line_however_narrow_its_table_is(capsys: pytest.CaptureFixture[str]) -> None:
+    title = "2 snapshots below s3://bucket/" + "x" * 200
+    output.print_table(title, ("n",), [(1,)])
+    assert capsys.readouterr().out.startswith(title + "\n")
+
+
+def test_a_table_without_rows_is_its_title_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table("0 snapshots", ("step", "run"), [])
+    assert capsys.readouterr().out == "0 snapshots\n"
 
 
 def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def test_a_trainer_s_state_of_another_spec_is_a_place_to_resume_at_where_a_snaps
     with RunDirectory(tmp_path / "run") as directory:
         supervisor = Supervisor(resource(spec), SidecarSettings(directory.path), directory)
         supervisor._store = store = begin(spec)
-        supervisor._elastic = ElasticRun(4, store, "latest")
+        supervisor._run = ElasticRun(4, store, "latest")
         try:
             if refusal is not None:
                 with pytest.raises(SnapshotError, match=refusal):

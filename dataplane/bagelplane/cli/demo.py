@@ -433,8 +433,11 @@ class Demo:
             ("preview.png", "what the model sees: samples, pictures, texts, what carries loss"),
             ("plan.png", "fill, mix, images and drops of the next packs"),
             ("dataset.yaml", "the resource that was run; dataset-local.yaml reads the same data from files:"),
-            ("", f"bagelplane plan {_relative(self._local)}"),
-            ("", f"bagelplane explain {_relative(self._local)} --step 1 --rank 1 --world-size {WORLD_SIZE}"),
+            ("", f"{own_name()} plan {_relative(self._local)}"),
+            (
+                "",
+                f"{own_name()} explain {_relative(self._local)} --step 1 --rank 1 --world-size {WORLD_SIZE}",
+            ),
             ("logs/", "what sidecar, ranks and server said"),
         ):
             if (self._folder / name).exists():
@@ -465,6 +468,12 @@ def _reference() -> str:
     has_torch = importlib.util.find_spec("torch") is not None
     what = "of the drop-in class PackedDataset" if has_torch else "in one process"
     return f"undisturbed runs on local files, the first {what}"
+
+
+def own_name() -> str:
+    """How a shell calls this program: `make demo` runs that of an environment which is not on the path."""
+    beside = Path(sys.executable).with_name("bagelplane")
+    return "bagelplane" if shutil.which("bagelplane") else _relative(beside)
 
 
 def _relative(path: Path) -> str:

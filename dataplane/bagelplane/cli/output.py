@@ -69,10 +69,17 @@ def print_json(document: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout. Columns whose cells are all numbers are aligned to the right."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    """A table on stdout, of which only the title is left where it has no rows.
+
+    Columns whose cells are all numbers are aligned to the right.
+    """
+    if title:
+        print_line(title)  # a line of its own: rich folds a title to the width of its table
+    if not rows:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
-        numeric = bool(rows) and all(isinstance(row[index], (int, float)) for row in rows)
+        numeric = all(isinstance(row[index], (int, float)) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row))

@@ -36,6 +36,7 @@ from bagelplane.storage.uris import parse_uri
 app = typer.Typer(
     help="Look at the snapshots of a run, compare, check and prune them; import what Automodel saved.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
 )
 
 app.command("import")(import_checkpoint)

@@ -184,7 +184,7 @@ class Replay:
     @property
     def known_from(self) -> str:
         """Where rows are known from, in words."""
-        return describe(self._stream.index)
+        return "with every image decoded" if self._verify else describe(self._stream.index)
 
     def is_sure(self, number: int) -> bool:
         """Whether what is planned up to and with that pack is for sure what a run gives, but for departures."""
