@@ -18,6 +18,7 @@ from bagelplane.client import PackedLoader, loader
 from bagelplane.client.devices import tensor_over
 from bagelplane.engine.layout import assemble
 from tests.integration.fake_sidecar import RING_BYTES, FakeSidecar, make_pack, same
+from tests.integration.sidecar_harness import wait_for
 
 TIMEOUT_SECONDS = 120.0
 
@@ -162,22 +163,23 @@ def test_memory_that_cannot_be_registered_is_said_and_used_all_the_same(
 def test_memory_is_not_given_back_while_a_copy_is_made_from_it(
     tmp_path: Path, stack: ExitStack, sidecars: list[FakeSidecar], device: FakeDevice
 ) -> None:
-    entered, go_on = threading.Event(), threading.Event()
+    is_slow, entered, go_on = threading.Event(), threading.Event(), threading.Event()
     stack.callback(go_on.set)
     wait = device.wait
 
     def slow_wait(mark: int) -> None:
-        if len(sidecars[0].acknowledged) >= 1:
+        if is_slow.is_set():
             entered.set()
             assert go_on.wait(TIMEOUT_SECONDS)
         wait(mark)
 
     device.wait = slow_wait  # type: ignore[method-assign]
     packed = connect(stack, tmp_path, prefetch=1)
-    while not entered.is_set():
-        next(packed)
-        packed.status()
-        entered.wait(0.2)
+    next(packed)
+    wait_for(lambda: device.log.count("wait") == 2, "the second pack to be converted ahead")
+    is_slow.set()
+    next(packed)  # which was ready; the third one begins
+    assert entered.wait(TIMEOUT_SECONDS)
     closing = threading.Thread(target=packed._tensors.ring_closed)  # type: ignore[attr-defined]
     closing.start()
     closing.join(0.2)

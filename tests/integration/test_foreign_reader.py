@@ -80,7 +80,9 @@ def test_a_reader_that_uses_nothing_of_ours_gets_the_recorded_pixels(
             wait_for(lambda: reader.status()["ranks"][0]["packs_published"] >= PACKS, "two packs")
             packs = dumped_by_a_foreign_reader(sidecar.directory / "ring-0.bin", tmp_path)
             assert sorted(packs)[:PACKS] == list(range(PACKS))
-            for step, pack in packs.items():
+            # The ring may hold more of them than were recorded.
+            for step in sorted(packs)[: len(recording.ranks[0])]:
+                pack = packs[step]
                 assert pack["format"] == number
                 recorded = recording.ranks[0][step]
                 images = [
