@@ -255,6 +255,17 @@ def test_bfloat16_is_refused_where_there_is_none() -> None:
         NumpyReader(".", rank=0, world_size=1, conversion=Conversion("bfloat16"))
 
 
+@pytest.mark.parametrize(
+    "place",
+    [{}, {"step": -1}, {"step": 1, "position": 2}, {"step": 1.0}, {"step": 10**12}, {"position": 10**15}],
+    ids=str,
+)
+def test_a_place_that_no_run_has_is_refused_before_anything_is_asked(place: dict[str, Any]) -> None:
+    reader = NumpyReader(".", rank=0, world_size=1)
+    with pytest.raises(SpecError, match=r"step or a position.*from 0 to below 1000000000000"):
+        reader.resume(**place)
+
+
 def test_bytes_are_refused_where_the_ring_has_floats() -> None:
     pack, images = make_pack()
     choice = Conversion(normalise=False, pad=False)

@@ -264,7 +264,9 @@ def test_rows_travel_only_if_they_are_asked_for_and_never_in_the_record_of_the_r
     pack = first_pack(dataset)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        setup = ProducerSetup(dataset.to_mapping(), 0, 0, 1, str(tmp_path / "ring"), 1 << 20, 0o600, 0, 0, 0)
+        setup = ProducerSetup(
+            dataset.to_mapping(), 0, 0, 1, str(tmp_path / "ring"), 1 << 20, 0o600, 0, 1, 0, 0
+        )
         told = Producer(setup, ours)._rows_of(pack)
     assert (told is not None) == lineage
     assert pack.plan is not None

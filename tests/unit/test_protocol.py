@@ -106,6 +106,13 @@ def test_a_message_is_understood_whole_or_refused(kind: str, fields: dict[str, A
             "without a step",
         ),
         ({"type": "attach", "rank": 0, "local_rank": 0, "world_size": 1, "resume": {"mode": "now"}}, "mode"),
+        *(
+            (
+                {"type": "attach", "rank": 0, "local_rank": 0, "world_size": 1, "resume": resume},
+                "no run gets",
+            )
+            for resume in ({"mode": "step", "step": 10**12}, {"mode": "position", "position": 10**15})
+        ),
         (
             {
                 "type": "attach",

@@ -252,7 +252,7 @@ def test_a_full_volume_is_an_error_that_leaves_nothing(
 
 def test_resume_is_parsed_or_refused() -> None:
     assert [parse_resume(text) for text in ("latest", "none", "0", "1234")] == ["latest", "none", 0, 1234]
-    for text in ("", "-1", "new", "1.5", "²"):
+    for text in ("", "-1", "new", "1.5", "²", "9" * 12 + "9"):
         with pytest.raises(SpecError, match="latest, none or a step"):
             parse_resume(text)
 

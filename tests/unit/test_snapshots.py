@@ -122,6 +122,15 @@ def test_without_a_manifest_nothing_counts(tmp_path: Path) -> None:
         store.load(20)
 
 
+def test_a_snapshot_is_found_at_whatever_step_it_was_written(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    for step in (0, 10**12 - 1, 10**12, 10**15):
+        write_all(store, step)
+    assert [entry.step for entry in store.entries()] == [0, 10**12 - 1, 10**12, 10**15]
+    (tmp_path / "step-0000000000010").mkdir()  # thirteen digits of which none is needed: not ours
+    assert len(store.entries()) == 4
+
+
 def test_a_left_over_state_of_another_run_is_replaced_and_never_named(tmp_path: Path) -> None:
     make_store(tmp_path, "b" * 64).write_rank(10, 0, TWO_RANKS, {"foreign": True})
     folder = tmp_path / "step-000000000010"

@@ -13,6 +13,7 @@ import typer
 
 from bagelplane.errors import BagelplaneError, SpecError
 from bagelplane.logs import FORMAT_VARIABLE, LogFormat, configure_logs
+from bagelplane.shm.protocol import PLACE_LIMIT
 from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY
 from bagelplane.sidecar.rundir import DIRECTORY_VARIABLE, default_directory
 from bagelplane.sidecar.supervisor import SidecarSettings, run_sidecar
@@ -141,9 +142,13 @@ def parse_resume(text: str) -> Literal["latest", "none"] | int:
         return "latest"
     if text == "none":
         return "none"
-    if text.isascii() and text.isdecimal():
+    if text.isascii() and text.isdecimal() and len(text.lstrip("0")) < len(str(PLACE_LIMIT)):
         return int(text)
-    raise SpecError("--resume is not understood", got=repr(text), expected="latest, none or a step's number")
+    raise SpecError(
+        "--resume is not understood",
+        got=repr(text),
+        expected=f"latest, none or a step's number, below {PLACE_LIMIT}",
+    )
 
 
 def expected_ranks(environment: Mapping[str, str], ranks: int | None = None) -> tuple[int, int]:

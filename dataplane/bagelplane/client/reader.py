@@ -18,7 +18,7 @@ from bagelplane.client.conversion import Conversion, to_arrays
 from bagelplane.client.place import MeshLike, resolve_place
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import SnapshotError, SpecError
-from bagelplane.shm.protocol import Resume, Snapshot, Snapshotted, Status, StatusRequest
+from bagelplane.shm.protocol import PLACE_LIMIT, Resume, Snapshot, Snapshotted, Status, StatusRequest
 from bagelplane.shm.record import Image
 
 STATE_VERSION = 1
@@ -256,10 +256,11 @@ class NumpyReader:
         place at any world size, while step n is position n * world size.
         """
         place = step if position is None else position
-        if type(place) is not int or place < 0 or None not in (step, position):
+        if type(place) is not int or not 0 <= place < PLACE_LIMIT or None not in (step, position):
             raise SpecError(
-                "a place is a step or a position, a number from 0",
+                "a place is a step or a position",
                 got=f"step {step!r}, position {position!r}",
+                expected=f"one of them, from 0 to below {PLACE_LIMIT}",
             )
         self.close()
         if position is None:

@@ -45,6 +45,8 @@ _MAX_DEPTH = 64
 _UNPACK_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, msgpack.UnpackException)
 """What msgpack raises for bytes that are not msgpack; its own classes are ValueErrors, most of them."""
 _MAX_UINT64 = 2**64 - 1
+PLACE_LIMIT = 10**12
+"""Steps and positions to resume at are below: no run gets there, and planning forward to a mistyped one has no end."""
 
 
 def ring_name(number: int) -> str:
@@ -97,6 +99,11 @@ class Resume:
             raise ProtocolError("resume mode 'position' came without a position")
         if self.mode == "state" and self.state is None:
             raise ProtocolError("resume mode 'state' came without a state")
+        if max(self.step or 0, self.position or 0) >= PLACE_LIMIT:
+            raise ProtocolError(
+                "no run gets to the place to resume at", got=f"step {self.step}, position {self.position}",
+                expected=f"numbers below {PLACE_LIMIT}", fix="correct the number",
+            )  # fmt: skip
 
 
 # ---- client to sidecar

@@ -24,7 +24,7 @@ from bagelplane.engine.drops import Drop
 from bagelplane.engine.pack_rows import PackRows, RowFate, TrainedRow, place_of, reason_of
 from bagelplane.engine.rows import RowPlace
 from bagelplane.errors import SnapshotError
-from bagelplane.sidecar.snapshot_format import MAX_OBJECT_BYTES, base_name
+from bagelplane.sidecar.snapshot_format import MAX_OBJECT_BYTES, NUMBER, base_name
 
 LINEAGE_FORMAT = "bagelplane-lineage"
 LINEAGE_VERSION = 1
@@ -34,7 +34,7 @@ MAX_PART_ROWS = 10_000_000
 """No part of ours has more; what claims to is refused before it is decompressed."""
 _METADATA_KEY = b"bagelplane"
 _RANK_FOLDER = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
-_PART_NAME = re.compile(r"steps-([0-9]{12})\.parquet")
+_PART_NAME = re.compile(rf"steps-{NUMBER}\.parquet")
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("step", "int64", "step of the rank, counted from 0; with elastic sharding position // world_size"),

@@ -28,7 +28,9 @@ MAX_OBJECT_BYTES = 64 * 1024 * 1024
 """No object of ours is larger, also after decompression; what claims to be is refused, and not read."""
 MAX_RECORD_BYTES = 1024 * 1024
 """Nor any record of a run, a lease or a claim than this."""
-_FOLDER_NAME = re.compile(r"(?:step|position)-([0-9]{12})(?:-([0-9a-f]{8}))?")
+NUMBER = "([0-9]{12}|[1-9][0-9]{12,18})"
+"""A step or position as `:012d` writes it: one pattern for names, so that what is written is found."""
+_FOLDER_NAME = re.compile(rf"(?:step|position)-{NUMBER}(?:-([0-9a-f]{{8}}))?")
 _RANK_NAME = re.compile(r"rank-[0-9]{5}(?:-of-[0-9]{5})?\.json\.zst")
 
 
