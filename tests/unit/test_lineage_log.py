@@ -265,7 +265,17 @@ def test_rows_travel_only_if_they_are_asked_for_and_never_in_the_record_of_the_r
     ours, theirs = socket.socketpair()
     with ours, theirs:
         setup = ProducerSetup(
-            dataset.to_mapping(), 0, 0, 1, str(tmp_path / "ring"), 1 << 20, 0o600, 0, 1, 0, 0
+            dataset=dataset.to_mapping(),
+            rank=0,
+            ring_number=0,
+            world_size=1,
+            ring_path=str(tmp_path / "ring"),
+            ring_bytes=1 << 20,
+            ring_mode=0o600,
+            decode_threads=0,
+            producers=1,
+            start_step=0,
+            target_step=0,
         )
         told = Producer(setup, ours)._rows_of(pack)
     assert (told is not None) == lineage
