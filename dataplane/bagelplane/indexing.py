@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -38,6 +38,7 @@ from bagelplane.sources.index_format import (
     LINES_A_GROUP,
     LINES_A_PART,
     PARTS_FOLDER,
+    UNUSABLE,
     IndexedObject,
     Looking,
     PartName,
@@ -182,10 +183,13 @@ class Indexer:
         report = IndexReport(self._uri, shard)
         things = objects_of(self._settings)
         present = self._present()
+        states: dict[tuple[str, str], list[PartName]] = {}
+        for name in sorted(present, key=str):
+            states.setdefault((name.object_digest, name.state_digest), []).append(name)
         tasks = list[_Task]()
         for thing, info in things:
             try:
-                tasks += self._tasks(thing, info, present)
+                tasks += self._tasks(thing, info, states)
             except (BagelplaneError, UnicodeError) as error:
                 report.problems.append(_named(error, info.uri))
         # Shares of all parts, not of those that are missing: others write meanwhile.
@@ -202,17 +206,22 @@ class Indexer:
         names = [parse_part_name(info.uri.rpartition("/")[2]) for info in files]
         return {name for name in names if name is not None}
 
-    def _tasks(self, thing: IndexedObject, info: FileInfo, present: set[PartName]) -> Iterator[_Task]:
-        """The parts of one object. One whose parts are all there is not read."""
+    def _tasks(
+        self, thing: IndexedObject, info: FileInfo, present: Mapping[tuple[str, str], Sequence[PartName]]
+    ) -> Iterator[_Task]:
+        """The parts of one object. One whose parts are all there is not read. `present` are those that are there, by
+        digests of object and state.
+        """
         state = self._looking.state_digest(info.version, info.size_bytes)
         name = PartName(thing.digest, state, is_verified=self._verify)
-        for known in sorted(present, key=lambda name: not name.is_verified):
-            whole = [replace(known, number=number) for number in range(known.count)]
+        there = present.get((thing.digest, state), ())
+        for known in sorted(there, key=lambda name: not name.is_verified):
             is_enough = known.is_verified or not self._verify
-            is_of_it = (known.number, known.object_digest, known.state_digest) == (0, thing.digest, state)
-            if is_of_it and is_enough and present.issuperset(whole):
-                yield from (_Task(part, thing, info) for part in whole)
-                return
+            if known.number == 0 and known.count <= len(there) and is_enough:
+                whole = [replace(known, number=number) for number in range(known.count)]
+                if set(there).issuperset(whole):
+                    yield from (_Task(part, thing, info) for part in whole)
+                    return
         if thing.type in _PARQUET_TYPES:
             yield _Task(name, thing, info)
             return
@@ -249,7 +258,9 @@ class Indexer:
         """Looks at what the part is about, and writes it; what is wrong with the data is returned."""
         try:
             looked, row_groups, group_rows = (
-                self._look_at_lines(task, lookers) if task.lines else self._look_at_parquet(task)
+                self._look_at_parquet(task)
+                if task.thing.type in _PARQUET_TYPES
+                else self._look_at_lines(task, lookers)
             )
             self._check_unchanged(task.info)
         except BagelplaneError as error:
@@ -347,7 +358,7 @@ class Indexer:
         try:
             with closing(self._storage.open_binary(address)) as file:
                 return summary_of(pq.read_schema(file))
-        except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+        except UNUSABLE as error:
             raise StorageError(
                 f"the part {address} of the index is damaged",
                 got=str(error),

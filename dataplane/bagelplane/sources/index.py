@@ -28,6 +28,7 @@ from bagelplane.sources.index_format import (
     LINES_A_PART,
     MAX_PART_BYTES,
     PARTS_FOLDER,
+    UNUSABLE,
     IndexedObject,
     Looking,
     PartName,
@@ -172,7 +173,7 @@ class DatasetIndex:
                 for name in self._names.get(IndexedObject(kind, uri), ()):
                     if name not in self._open and name not in self._coming:
                         self._coming[name] = self._fetchers.submit(
-                            self._storage.read_bytes, self._address(name)
+                            self._storage.read_bytes, self._address(name), limit_bytes=MAX_PART_BYTES
                         )
             while len(self._coming) > _COMING_PARTS:
                 self._coming.popitem(last=False)[1].cancel()
@@ -183,7 +184,7 @@ class DatasetIndex:
     def row_groups(self, kind: str, uri: str) -> list[int]:
         """Rows of each row group of a Parquet file. Raises NotIndexedError."""
         with self._lock:
-            [name] = self._known(IndexedObject(kind, uri))
+            name = self._known(IndexedObject(kind, uri))[0]
             if self._inventory is None:
                 # One object for all files, where a file at a time is asked for.
                 self._inventory = read_inventory(self._storage, self.uri)
@@ -195,9 +196,9 @@ class DatasetIndex:
     ) -> IndexedFacts | None:
         """A row group of a Parquet file; None past the last one. Raises NotIndexedError."""
         with self._lock:
-            [name] = self._known(IndexedObject(kind, uri))
+            name = self._known(IndexedObject(kind, uri))[0]
             part = self._part(name, uri)
-            rows = self._guarded(part.uri, uri, lambda: part.group_rows(row_group))
+            rows = self._guarded(part.uri, uri, lambda: part.group_rows(row_group, columns))
         if rows is None:
             return None
         return IndexedFacts(rows, block_name(uri, row_group), columns, self._knowledge(part), stored)
@@ -215,6 +216,8 @@ class DatasetIndex:
         """One line of a JSONL file. Raises NotIndexedError."""
         with self._lock:
             names = self._known(IndexedObject(kind, uri, images_uri))
+            if number >= len(names) * LINES_A_PART:
+                raise NotIndexedError(uri)
             part = self._part(names[number // LINES_A_PART], uri)
             row = self._guarded(part.uri, uri, lambda: part.line(number % LINES_A_PART))
         if not row["is_whole"] or row["images"] is None:
@@ -235,7 +238,10 @@ class DatasetIndex:
             address, coming = self._address(name), self._coming.pop(name, None)
 
             def open_part() -> _Part:
-                data = self._storage.read_bytes(address) if coming is None else coming.result()
+                if coming is not None:
+                    data = coming.result()
+                else:
+                    data = self._storage.read_bytes(address, limit_bytes=MAX_PART_BYTES)
                 return _Part(address, data, is_verified=name.is_verified)
 
             self._open[name] = self._guarded(address, uri, open_part)
@@ -250,9 +256,7 @@ class DatasetIndex:
             raise NotIndexedError(uri)
         try:
             return action()
-        except (
-            pa.ArrowException, BagelplaneError, OSError, ValueError, TypeError, KeyError, IndexError, MemoryError,
-        ) as error:  # fmt: skip
+        except (BagelplaneError, *UNUSABLE) as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             log.warning("%s cannot be used, so %s is planned from the data: %s", part_uri, show(uri), text)
             self.coverage.damaged.add(uri)
@@ -276,11 +280,12 @@ def read_inventory(storage: Storage, uri: str) -> dict[str, Summary]:
     try:
         if not storage.exists(address):
             return {}
-        table = pq.read_table(pa.BufferReader(storage.read_bytes(address)))
+        data = storage.read_bytes(address, limit_bytes=MAX_PART_BYTES)
+        table = pq.read_table(pa.BufferReader(data))
         if table.schema.remove_metadata() != INVENTORY_SCHEMA:
             raise ValueError("its columns are not those of an inventory")
         return {row["part"]: Summary.from_inventory(row) for row in table.to_pylist()}
-    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
+    except (BagelplaneError, *UNUSABLE) as error:
         log.warning("%s cannot be used: %s", address, error)
         return {}
 
@@ -303,11 +308,14 @@ class _Part:
         self._starts = [0, *itertools.accumulate(self.summary.row_groups)]
         self._batches, self._first_rows = _batches(counts)
 
-    def group_rows(self, row_group: int) -> list[dict[str, Any]] | None:
+    def group_rows(self, row_group: int, columns: RowColumns) -> list[dict[str, Any]] | None:
         if not 0 <= row_group < len(self.summary.row_groups):
             return None
         count = self.summary.row_groups[row_group]
-        return self._rows(self._starts[row_group], count, _FACT_COLUMNS)
+        rows = self._rows(self._starts[row_group], count, _FACT_COLUMNS)
+        for row in rows:
+            _check_values(row, columns)
+        return rows
 
     def line(self, number: int) -> dict[str, Any]:
         [row] = self._rows(number, 1, _LINE_COLUMNS)
@@ -365,6 +373,15 @@ def _check_row(row: Mapping[str, Any]) -> None:
         is_open = image["problem"] is None
         if is_open and not all(isinstance(side, int) and 1 <= side <= _MAX_SIDE for side in sides):
             raise ValueError("an image has no size")
+
+
+def _check_values(row: Mapping[str, Any], columns: RowColumns) -> None:
+    """What no planner could read, of a row of a Parquet file: as `_check_row`."""
+    if row["is_whole"] and row["text_form"] != "error":
+        value_of(row["text_form"], row["text"])
+    is_image = not columns.has_image_list and row["is_whole"] and row["images_problem"] is None
+    if is_image and len(row["images"] or ()) != 1:
+        raise ValueError("a row has not one image")
 
 
 def describe(index: DatasetIndex | None) -> str:

@@ -26,6 +26,11 @@ PARTS_FOLDER, INVENTORY_NAME = "parts", "inventory.parquet"
 LINES_A_PART = 10_000
 LINES_A_GROUP = 1_000
 MAX_PART_BYTES = 256 * 1024 * 1024
+UNUSABLE = (
+    pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
+    RecursionError, MemoryError,
+)  # fmt: skip
+"""What reading a file may raise that is damaged, or none of an index."""
 _METADATA_KEY = b"bagelplane"
 _PART_NAME = re.compile(r"([0-9a-f]{20})-([0-9a-f]{20})-([0-9]{5})-of-([0-9]{5})(-verified)?\.parquet")
 
