@@ -178,7 +178,7 @@ def test_a_far_index_is_read_ahead_in_the_order_of_planning_and_each_part_once(
 def test_packs_from_a_store_are_the_same_with_an_index(server: S3Server, tmp_path: Path) -> None:
     dataset = far_resource(server, tmp_path)
     make_index(dataset)
-    made = []
+    made = list[Any]()
     for one in (dataset, far_resource(server, "")):
         with closing(open_rank_stream(one, PLACE, decode_threads=3)) as stream:
             made.append([])

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -20,10 +21,13 @@ from bagelplane.engine.drops import Drop, DropReason
 from bagelplane.engine.pack_rows import PackRows, TrainedRow
 from bagelplane.engine.rows import RowPlace
 from bagelplane.errors import SnapshotError, TransientStorageError
+from bagelplane.lineage.log import RowLog
+from bagelplane.lineage.replay import PackAddress
 from bagelplane.shm.record import record_size, write_record
 from bagelplane.sidecar import lineage_log
 from bagelplane.sidecar.lineage_format import (
     PART_STEPS,
+    SCHEMA,
     PartKey,
     build_table,
     decode_part,
@@ -77,6 +81,9 @@ def test_what_is_written_comes_back_whatever_rows_say(packs: dict[int, PackRows]
             assert found == pack
         for place in {row.place for row in found.trained if row.place is not None}:
             assert fates_at(table, place)[step] == list(found.fates_of(place))
+        places = {row.place for row in pack.trained} | {drop.place for drop in pack.dropped}
+        for place in (place for place in places if place is not None):
+            assert fates_at(table, place)[step], "a file is found by its own name, whatever that is"
     assert pack_at(table, 3000) is None
 
 
@@ -109,6 +116,50 @@ def test_a_changed_byte_is_refused_and_never_changes_a_row(place: int, change: i
     with contextlib.suppress(SnapshotError):
         found = decode_part(bytes(whole), KEY, "part")
         assert place % len(whole) >= rows_end or found.equals(sound)
+
+
+def with_column(name: str, value: Any) -> pa.Table:
+    table = decode_part(part(3), KEY, "part")
+    column = pa.array([value] * len(table), SCHEMA.field(name).type)
+    return table.set_column(table.schema.get_field_index(name), SCHEMA.field(name), column)
+
+
+MADE_UP: list[tuple[str, Any]] = [
+    ("step", None), ("step", -1), ("step", 2**62), ("fate", None), ("fate", "lost"), ("group", None),
+    ("sample", None), ("data_indexes", None), ("worker", None), ("tokens", None), ("tokens", -10),
+    ("reason", None), ("message", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), MADE_UP)
+def test_a_made_up_row_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(SnapshotError, match="damaged or none of ours"):
+        decode_part(encode_part(KEY, with_column(name, value), ABOUT), KEY, "part")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5_000])
+def test_a_sample_id_that_is_no_json_is_warned_of_and_its_pack_planned(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, _, lease = writer_over(tmp_path)
+    key = PartKey(lease.run.id, 0, 1, 0)
+    pack = PackRows((TrainedRow("t2i", RowPlace("x.parquet", 0, 1), text, 0, 5),), ())
+    path = Path(key.uri(str(tmp_path)))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(encode_part(key, build_table(key, {4: pack}), ABOUT))
+    assert RowLog(writer._log._store).pack(PackAddress(0, 1, 4)) is None
+    assert "step 4" in caplog.text
+
+
+def test_a_part_that_is_small_in_the_store_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "x" * 10_000
+    drops = tuple(Drop("t2i", DropReason.T2I_IMAGE_PARSE, text, None) for _ in range(2_000))
+    data = encode_part(KEY, build_table(KEY, {2000: PackRows((), drops)}), ABOUT)
+    assert len(data) < 100_000
+    decode_part(data, KEY, "part")
+    monkeypatch.setattr("bagelplane.sidecar.lineage_format.MAX_TABLE_BYTES", 10_000_000)
+    with pytest.raises(SnapshotError, match="more than 10000000 bytes in memory"):
+        decode_part(data, KEY, "part")
 
 
 @pytest.mark.parametrize(

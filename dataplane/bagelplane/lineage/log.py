@@ -64,8 +64,13 @@ class RowLog:
         for run in self._runs(address.number):
             for rank, world_size in self._ranks_of(run, address.reader):
                 step = address.number // world_size if address.streams else address.step
-                table = self._read(PartKey(run, rank, world_size, first_step_of(step), address.streams))
-                rows = None if table is None else pack_at(table, step)
+                key = PartKey(run, rank, world_size, first_step_of(step), address.streams)
+                table = self._read(key)
+                try:
+                    rows = None if table is None else pack_at(table, step)
+                except (ValueError, RecursionError) as error:
+                    log.warning("step %d in %s is none of ours: %s", step, key.uri(self._base), error)
+                    continue
                 if rows is not None:
                     return LoggedPack(run, rows)
         return None

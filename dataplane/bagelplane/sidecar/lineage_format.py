@@ -32,6 +32,9 @@ PART_STEPS = 1000
 """Part of the names: another number would be another format."""
 MAX_PART_ROWS = 10_000_000
 """No part of ours has more; what claims to is refused before it is decompressed."""
+MAX_TABLE_BYTES = 1024 * 1024 * 1024
+"""Nor in memory: a few kilobytes of Parquet may say one long text millions of times."""
+_ROWS_READ_AT_ONCE = 16_384
 _METADATA_KEY = b"bagelplane"
 _RANK_FOLDER = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 _PART_NAME = re.compile(rf"steps-{NUMBER}\.parquet")
@@ -125,9 +128,13 @@ def steps_in(table: pa.Table) -> list[int]:
 
 
 def pack_at(table: pa.Table, step: int) -> PackRows | None:
-    """The pack of one step of a part; None where the part does not have it."""
+    """The pack of one step of a part; None where the part does not have it. ValueError or RecursionError: a sample
+    id in it is no JSON, which is looked at here alone, since a part has thousands.
+    """
     rows = table.filter(pc.equal(table["step"], step)).to_pylist()
     trained = [row for row in rows if row["fate"] == "trained"]
+    for row in trained:
+        json.loads(row["data_indexes"])
     dropped = [row for row in rows if row["fate"] != "trained"]
     if not rows:
         return None
@@ -146,7 +153,7 @@ def fates_at(table: pa.Table, place: RowPlace) -> dict[int, list[RowFate]]:
     """What a part says of one row, by step; dropped before trained."""
     row_group = table["row_group"]
     same_group = row_group.is_null() if place.row_group is None else pc.equal(row_group, place.row_group)
-    same_row = pc.and_(pc.equal(table["object"], place.object), pc.equal(table["row"], place.row))
+    same_row = pc.and_(pc.equal(table["object"], _plain(place.object)), pc.equal(table["row"], place.row))
     fates: dict[int, list[RowFate]] = {}
     for row in table.filter(pc.and_(same_row, same_group)).sort_by("fate").to_pylist():
         if row["fate"] == "trained":
@@ -188,9 +195,10 @@ def decode_part(data: bytes, key: PartKey, uri: str) -> pa.Table:
             raise ValueError(f"{file.metadata.num_rows} rows")
         content = json.loads((file.metadata.metadata or {}).get(_METADATA_KEY, b"null"))
         _check_part(content, key)
-        table = file.read()
-        if table.schema.remove_metadata() != SCHEMA:
-            raise ValueError(f"columns {', '.join(table.column_names)[:200]}")
+        if file.schema_arrow.remove_metadata() != SCHEMA:
+            raise ValueError(f"columns {', '.join(file.schema_arrow.names)[:200]}")
+        table = _read(file)
+        _check_rows(table, key)
     except (pa.ArrowException, OSError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise SnapshotError(
             f"the part {uri} of the log of rows is damaged or none of ours: {str(error)[:300]}",
@@ -199,6 +207,33 @@ def decode_part(data: bytes, key: PartKey, uri: str) -> pa.Table:
             fix="restore the object, or delete it: its steps are planned again then",
         ) from None
     return table
+
+
+def _read(file: pq.ParquetFile) -> pa.Table:
+    """All rows, in one chunk a column. ValueError as soon as they are too many bytes."""
+    batches, size_bytes = [], 0
+    for batch in file.iter_batches(_ROWS_READ_AT_ONCE, use_threads=False):
+        batches.append(batch)
+        size_bytes += batch.nbytes
+        if size_bytes > MAX_TABLE_BYTES:
+            raise ValueError(f"more than {MAX_TABLE_BYTES} bytes in memory")
+    return pa.Table.from_batches(batches, SCHEMA).combine_chunks()
+
+
+def _check_rows(table: pa.Table, key: PartKey) -> None:
+    """ValueError for rows that no sidecar of ours writes into that part."""
+    trained = table.filter(pc.equal(table["fate"], "trained"))
+    dropped = table.filter(pc.equal(table["fate"], "dropped"))
+    steps, tokens = pc.min_max(table["step"]).as_py(), pc.min_max(trained["tokens"]).as_py()
+    needed = [table[name] for name in ("step", "group")]
+    needed += [trained[name] for name in ("sample", "data_indexes", "worker", "tokens")]
+    needed += [dropped[name] for name in ("reason", "message")]
+    if len(trained) + len(dropped) != len(table) or any(column.null_count for column in needed):
+        raise ValueError("a row is neither a trained nor a dropped one")
+    if len(table) and not key.first_step <= steps["min"] <= steps["max"] < key.first_step + PART_STEPS:
+        raise ValueError(f"steps {steps['min']} to {steps['max']}")
+    if len(trained) and tokens["min"] < 0:
+        raise ValueError(f"{tokens['min']} tokens")
 
 
 def _check_part(content: Any, key: PartKey) -> None:
