@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from bagelplane.client import NumpyReader, PackedLoader
-from bagelplane.client.conversion import Conversion, to_arrays
+from bagelplane.client import Conversion, NumpyReader, PackedLoader
+from bagelplane.client.conversion import to_arrays
 from bagelplane.client.devices import CudaDevice, PlainDevice, open_device, parse_device, tensor_over
 from bagelplane.client.tensors import CpuTensors, DeviceTensors
 from bagelplane.engine.layout import INT_ARRAYS, assemble, write_planes

@@ -1,7 +1,7 @@
 """The trainer's side: takes packs out of shared memory and hands them over as the model's batches.
 
 - `PackedLoader`: torch tensors, with `state_dict` and `load_state_dict`.
-- `NumpyReader`: the same as NumPy arrays, and raw packs; no torch.
+- `NumpyReader`: the same as NumPy arrays, and raw packs; no torch. `Conversion` says in which form.
 
 What must not happen here: no Pillow, pyarrow, fsspec or pydantic, directly or indirectly (a trainer's image
 has NumPy, msgpack and torch), and no decoding. Torch is imported by `loader` and what that alone imports
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bagelplane.client.conversion import Conversion
 from bagelplane.client.reader import NumpyReader
 
 if TYPE_CHECKING:
     from bagelplane.client.loader import PackedLoader
 
-__all__ = ["NumpyReader", "PackedLoader"]
+__all__ = ["Conversion", "NumpyReader", "PackedLoader"]
 
 
 def __getattr__(name: str) -> Any:

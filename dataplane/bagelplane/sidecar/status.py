@@ -52,7 +52,7 @@ class StatusServer:
         except OSError as error:
             raise SpecError(
                 f"the status server cannot listen on {self._host}:{self._port}: {error.strerror}",
-                fix="give another --status-port, or 0 for none",
+                fix="give another --status-port (0: none) or --status-host",
             ) from None
         log.info("status at http://%s:%d/v1/status", self._host, self._port)
 
