@@ -99,9 +99,9 @@ def test_no_data_object_is_touched(
     for method in ("open_binary", "read_bytes"):
         original = getattr(Storage, method)
 
-        def noting(self: Storage, uri: str, *rest: Any, original: Any = original) -> Any:
+        def noting(self: Storage, uri: str, *rest: Any, original: Any = original, **options: Any) -> Any:
             touched.append(uri)
-            return original(self, uri, *rest)
+            return original(self, uri, *rest, **options)
 
         monkeypatch.setattr(Storage, method, noting)
     topology = Topology(0, len(recording.ranks), recording.num_workers)

@@ -163,10 +163,10 @@ def test_a_far_index_is_read_ahead_in_the_order_of_planning_and_each_part_once(
     make_index(dataset)
     parts, read = Counter[str](), Storage.read_bytes
 
-    def noting(self: Storage, uri: str) -> bytes:
+    def noting(self: Storage, uri: str, **options: Any) -> bytes:
         if "/parts/" in uri:
             parts[f"{threading.current_thread().name.partition('_')[0]} {uri}"] += 1
-        return read(self, uri)
+        return read(self, uri, **options)
 
     monkeypatch.setattr(Storage, "read_bytes", noting)
     assert plans(dataset) == plans(far_resource(server, ""))
