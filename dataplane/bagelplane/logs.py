@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal
 
+from bagelplane.storage.uris import show
+
 LogFormat = Literal["text", "json"]
 FORMAT_VARIABLE = "BAGELPLANE_LOG_FORMAT"
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -32,6 +34,14 @@ _subject: ContextVar[Subject] = ContextVar("log subject", default=_nothing)
 def log_about(subject: Subject) -> None:
     """From here on, what this task logs is about `subject`. Tasks begun by it inherit that."""
     _subject.set(subject)
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people. A name out of the data cannot break it, nor fake another."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
+        record.message = show(record.message)
+        return super().formatMessage(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -62,7 +72,7 @@ def configure_logs(
 ) -> None:
     """Ours from `level` on; of the libraries below, only what somebody should look at."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(subject) if form == "json" else logging.Formatter(text_format))
+    handler.setFormatter(JsonFormatter(subject) if form == "json" else TextFormatter(text_format))
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler], force=True)
     logging.getLogger("bagelplane").setLevel(level)
     if form == "json":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bagelplane.logs import JsonFormatter, log_about
+from bagelplane.logs import JsonFormatter, TextFormatter, log_about
 
 
 @pytest.fixture
@@ -70,3 +70,10 @@ def test_each_task_logs_about_its_own_rank_as_it_is_at_that_moment(lines: io.Str
     assert sorted((line["rank"], line["step"]) for line in found[:-1]) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert all(line["message"] == f"rank {line['rank']}" for line in found[:-1])
     assert "rank" not in found[-1]
+
+
+def test_a_name_out_of_the_data_breaks_no_line_for_people() -> None:
+    name = "part\n2026-01-01 ERROR bagelplane: made up\x1b[2J\udcff.parquet"
+    record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "dropped: %s", (name,), None)
+    told = TextFormatter("%(levelname)s %(message)s").format(record)
+    assert told == r"WARNING dropped: part\n2026-01-01 ERROR bagelplane: made up\x1b[2J\udcff.parquet"
