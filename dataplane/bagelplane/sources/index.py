@@ -258,7 +258,13 @@ class DatasetIndex:
             return action()
         except (BagelplaneError, *UNUSABLE) as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            log.warning("%s cannot be used, so %s is planned from the data: %s", part_uri, show(uri), text)
+            log.warning(
+                "%s cannot be used, so %s is planned from the data: %s. Fix: delete that part, and run "
+                "`bagelplane index` again",
+                part_uri,
+                show(uri),
+                text,
+            )
             self.coverage.damaged.add(uri)
             raise NotIndexedError(uri) from None
 
