@@ -44,9 +44,9 @@ class Writer:
 
     number: int
     log: LineageLog
-    unwritten: dict[tuple[int, int], dict[tuple[int, int], int]] = field(default_factory=dict)
-    """By world size and rank in the parts' names: (rank, number of the pack) to its tokens."""
-    owners: dict[tuple[int, int], int] = field(default_factory=dict)
+    unwritten: dict[tuple[int, int, int], dict[tuple[int, int], int]] = field(default_factory=dict)
+    """By world size, rank and first step in the parts' names: (rank, number of the pack) to its tokens."""
+    owners: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """Who writes those: a rank that goes on in mid-round takes over another one's."""
 
 
@@ -102,7 +102,8 @@ class History:
                 number = self.position + (rank if self.elastic else 0)
                 pack = (0 if self.elastic else rank, number)
                 self.writer.log.add(rank, self.world_size, number, content(tokens, *pack))
-                place = (self.world_size, number % self.world_size if self.elastic else rank)
+                step, class_of = divmod(number, self.world_size) if self.elastic else (number, rank)
+                place = (self.world_size, class_of, lineage_format.first_step_of(step))
                 self.writer.unwritten.setdefault(place, {})[pack] = tokens
                 self.writer.owners[place] = rank
             self.position += self.world_size if self.elastic else 1
@@ -198,4 +199,14 @@ def test_a_pack_is_told_by_its_history_alone(elastic: bool, events: list[tuple[A
     history = History(elastic)
     for name, *arguments in events:
         getattr(history, name)(*arguments)
+    history.check()
+
+
+def test_a_part_that_another_rank_goes_on_from_in_mid_round_stays_the_one_of_who_began_it() -> None:
+    history = History(elastic=True)
+    history.train(7)
+    history.reshape(3)
+    history.train(3)
+    history.go_back(1)
+    history.train(1, 0, 1)
     history.check()
