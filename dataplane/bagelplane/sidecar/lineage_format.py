@@ -210,14 +210,19 @@ def decode_part(data: bytes, key: PartKey, uri: str) -> pa.Table:
 
 
 def _read(file: pq.ParquetFile) -> pa.Table:
-    """All rows, in one chunk a column. ValueError as soon as they are too many bytes."""
+    """All rows, in one chunk a column. ValueError as soon as they are too many bytes, or where some are missing: the
+    headers of pages have no checksum, and one that is changed may end the file early.
+    """
     batches, size_bytes = [], 0
     for batch in file.iter_batches(_ROWS_READ_AT_ONCE, use_threads=False):
         batches.append(batch)
         size_bytes += batch.nbytes
         if size_bytes > MAX_TABLE_BYTES:
             raise ValueError(f"more than {MAX_TABLE_BYTES} bytes in memory")
-    return pa.Table.from_batches(batches, SCHEMA).combine_chunks()
+    table = pa.Table.from_batches(batches, SCHEMA).combine_chunks()
+    if table.num_rows != file.metadata.num_rows:
+        raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows")
+    return table
 
 
 def _check_rows(table: pa.Table, key: PartKey) -> None:
