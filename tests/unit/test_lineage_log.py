@@ -56,7 +56,8 @@ PLACES = st.one_of(
 ROWS = st.builds(
     TrainedRow, TEXTS, PLACES, st.just("[0, 1]"), st.integers(-1, 2**31 - 1), st.integers(1, 2**31 - 1)
 )
-DROPS = st.builds(Drop, TEXTS, st.one_of(st.sampled_from(DropReason), TEXTS), TEXTS, PLACES)
+OWN_REASONS = TEXTS.filter(lambda text: text not in set(DropReason))  # of a group type of the user's own
+DROPS = st.builds(Drop, TEXTS, st.one_of(st.sampled_from(DropReason), OWN_REASONS), TEXTS, PLACES)
 PACKS = st.builds(
     PackRows, st.lists(ROWS, max_size=4).map(tuple), st.lists(DROPS, max_size=3).map(tuple)
 ).filter(lambda pack: pack.trained or pack.dropped)
