@@ -11,7 +11,7 @@ from typing import Any
 from bagelplane.engine.planner import PackPlan
 from bagelplane.engine.rng import each_outcome
 from bagelplane.engine.samples import RowDropped, Sample
-from bagelplane.indexing import Indexer, IndexReport, make_looking
+from bagelplane.indexing import Indexer, IndexReport
 from bagelplane.settings import StreamSettings, index_uri, plan_context, stored_type
 from bagelplane.sources.config import GroupConfig
 from bagelplane.sources.index import DatasetIndex
@@ -59,8 +59,7 @@ def make_index(
     settings = StreamSettings.from_resource(dataset)
     where = uri or index_uri(dataset)
     assert where is not None
-    looking = make_looking(settings.profile, settings)
-    return Indexer(settings, where, looking, **options).run(shard)
+    return Indexer(settings, where, **options).run(shard)
 
 
 def answers(settings: StreamSettings, config: GroupConfig, index: DatasetIndex | None) -> Iterator[Any]:

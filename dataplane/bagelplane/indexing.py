@@ -23,7 +23,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bagelplane.engine.profile import Profile
 from bagelplane.errors import BagelplaneError, StorageError
 from bagelplane.images import configure_pillow
 from bagelplane.settings import StreamSettings, stored_type
@@ -40,7 +39,6 @@ from bagelplane.sources.index_format import (
     PARTS_FOLDER,
     UNUSABLE,
     IndexedObject,
-    Looking,
     PartName,
     Summary,
     parse_part_name,
@@ -163,10 +161,10 @@ class Indexer:
     """Makes or completes the index at `uri`. `verify`: images are decoded, and those that do not are named."""
 
     def __init__(
-        self, settings: StreamSettings, uri: str, looking: Looking, *, verify: bool = False, threads: int = 16,
+        self, settings: StreamSettings, uri: str, *, verify: bool = False, threads: int = 16,
         on_progress: OnProgress = lambda done, total: None,
     ) -> None:  # fmt: skip
-        self._settings, self._uri, self._looking = settings, uri.rstrip("/"), looking
+        self._settings, self._uri = settings, uri.rstrip("/")
         self._storage, self._verify, self._threads = settings.storage, verify, threads
         self._looker = Looker(settings.storage, settings.profile, settings.encode, verify)
         self._on_progress, self._lock = on_progress, threading.Lock()
@@ -212,7 +210,7 @@ class Indexer:
         """The parts of one object. One whose parts are all there is not read. `present` are those that are there, by
         digests of object and state.
         """
-        state = self._looking.state_digest(info.version, info.size_bytes)
+        state = self._settings.looking.state_digest(info.version, info.size_bytes)
         name = PartName(thing.digest, state, is_verified=self._verify)
         there = present.get((thing.digest, state), ())
         for known in sorted(there, key=lambda name: not name.is_verified):
@@ -407,8 +405,3 @@ def _as_parquet(table: pa.Table, group_rows: Sequence[int]) -> pa.Buffer:
         for start, count in zip(starts, group_rows, strict=False):
             writer.write_table(table.slice(start, count), row_group_size=max(count, 1))
     return sink.getvalue()
-
-
-def make_looking(profile: Profile, settings: StreamSettings) -> Looking:
-    """How this process looks at rows of a resource."""
-    return Looking.here(profile, getattr(settings.encode, "digest", ""))

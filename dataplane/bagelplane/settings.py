@@ -54,6 +54,8 @@ class StreamSettings:
     max_consecutive_drops: int
     profile: Profile
     max_pixels: int
+    looking: Looking
+    """How an index has to have looked at rows to be of use here."""
     index: DatasetIndex | None = None
     """What is known of the data already."""
     ordered_units: dict[str, list[Any]] | None = None
@@ -72,6 +74,7 @@ class StreamSettings:
         storage.on_wait = on_wait
         encode, tokens = load_tokenizer(storage, spec.tokenizer)
         profile = PROFILES[spec.profile]
+        looking = Looking.here(profile, encode.digest)
         return StreamSettings(
             groups=tuple(_group_config(group, storage, profile) for group in spec.groups),
             packing=_packing_config(dataset),
@@ -83,7 +86,8 @@ class StreamSettings:
             max_consecutive_drops=spec.drops.max_consecutive,
             profile=profile,
             max_pixels=spec.images.max_pixels,
-            index=open_index(index_uri(dataset), storage, Looking.here(profile, encode.digest)),
+            looking=looking,
+            index=open_index(index_uri(dataset), storage, looking),
         )
 
     def open_ledger(self, known_bad: dict[str, str] | None = None) -> ImageLedger:

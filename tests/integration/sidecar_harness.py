@@ -21,6 +21,7 @@ from typing import Any
 from bagelplane.client.reader import NumpyReader
 from bagelplane.engine.pack import Pack
 from bagelplane.errors import BagelplaneError
+from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY
 from bagelplane.sidecar.supervisor import SidecarSettings, run_sidecar
 from bagelplane.spec import BagelDataset
 from tests.integration.fake_stream import Topology, open_rank_stream
@@ -215,6 +216,23 @@ class Sidecar(Process):
     def reader(self, rank: int = 0, world_size: int = 1, **settings: Any) -> NumpyReader:
         settings = {"local_rank": rank, "timeout_seconds": DEADLINE_SECONDS, **settings}
         return NumpyReader(self.directory, rank=rank, world_size=world_size, **settings)
+
+
+@contextlib.contextmanager
+def served(folder: Path, dataset: BagelDataset, **settings: Any) -> Iterator[Sidecar]:
+    """A sidecar with the streams of the resource itself, for as long."""
+    sidecar = Sidecar(folder, dataset, stream_factory=DEFAULT_STREAM_FACTORY, **settings)
+    try:
+        sidecar.wait_serving()
+        yield sidecar
+    finally:
+        sidecar.kill()
+
+
+@contextlib.contextmanager
+def attached(sidecar: Sidecar, world_size: int) -> Iterator[list[NumpyReader]]:
+    with contextlib.ExitStack() as life:
+        yield [life.enter_context(sidecar.reader(rank, world_size)) for rank in range(world_size)]
 
 
 class Trainer(Process):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,13 @@ from bagelplane.engine.rows import RowPlace
 from bagelplane.lineage.log import RowLog
 from bagelplane.lineage.replay import PackAddress, Reader, Replay
 from bagelplane.lineage.search import Found, search_row, start_search
-from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY
 from bagelplane.sidecar.snapshots import SnapshotStore
 from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset
 from tests.golden.broken_images import make_data
 from tests.golden.elastic_streams import resource
 from tests.golden.recordings import load_recording, resource_of
-from tests.integration.sidecar_harness import Sidecar, leftovers, wait_for
+from tests.integration.sidecar_harness import attached, leftovers, served, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PLANE = {"ring": {"packs": 2}, "decodeThreads": 1}
@@ -38,22 +35,6 @@ PLANE = {"ring": {"packs": 2}, "decodeThreads": 1}
 
 def logged(folder: Path, every: int) -> dict[str, Any]:
     return {"uri": str(folder / "snapshots"), "everySteps": every, "lineage": True}
-
-
-@contextlib.contextmanager
-def served(folder: Path, dataset: BagelDataset, **settings: Any) -> Iterator[Sidecar]:
-    sidecar = Sidecar(folder, dataset, stream_factory=DEFAULT_STREAM_FACTORY, **settings)
-    try:
-        sidecar.wait_serving()
-        yield sidecar
-    finally:
-        sidecar.kill()
-
-
-@contextlib.contextmanager
-def attached(sidecar: Sidecar, world_size: int) -> Iterator[list[NumpyReader]]:
-    with contextlib.ExitStack() as life:
-        yield [life.enter_context(sidecar.reader(rank, world_size)) for rank in range(world_size)]
 
 
 def take(readers: list[NumpyReader], steps: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ import pytest
 
 from bagelplane.client.reader import NumpyReader
 from bagelplane.errors import SnapshotError, SpecError
-from bagelplane.sidecar.producer import DEFAULT_STREAM_FACTORY
 from bagelplane.sidecar.store import open_snapshot_store
 from bagelplane.spec import BagelDataset
 from tests.golden.elastic_streams import name_of_batch, next_name, resource, world
-from tests.integration.sidecar_harness import Sidecar, wait_for
+from tests.integration.sidecar_harness import attached, served, wait_for
 from tests.services.s3 import serve_versitygw
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first use may build versitygw
@@ -36,22 +34,6 @@ def dataset_of(
 def undisturbed(count: int) -> list[str]:
     with world(dataset_of(None), 1) as [stream]:
         return [next_name(stream) for _ in range(count)]
-
-
-@contextlib.contextmanager
-def served(folder: Path, dataset: BagelDataset, **settings: Any) -> Iterator[Sidecar]:
-    sidecar = Sidecar(folder, dataset, stream_factory=DEFAULT_STREAM_FACTORY, **settings)
-    try:
-        sidecar.wait_serving()
-        yield sidecar
-    finally:
-        sidecar.kill()
-
-
-@contextlib.contextmanager
-def attached(sidecar: Sidecar, world_size: int) -> Iterator[list[NumpyReader]]:
-    with contextlib.ExitStack() as life:
-        yield [life.enter_context(sidecar.reader(rank, world_size)) for rank in range(world_size)]
 
 
 def take(readers: list[NumpyReader], steps: int) -> list[str]:

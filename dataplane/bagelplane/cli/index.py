@@ -25,7 +25,7 @@ from bagelplane.cli.output import (
 )
 from bagelplane.engine.drops import DropReason
 from bagelplane.errors import SpecError
-from bagelplane.indexing import Indexer, IndexReport, make_looking
+from bagelplane.indexing import Indexer, IndexReport
 from bagelplane.settings import StreamSettings, index_uri
 from bagelplane.spec import load_dataset, refuse_unsupported
 
@@ -77,9 +77,8 @@ def index(
             "nothing says where the index goes", fix="give the resource a snapshots.uri, or say it with --out"
         )
     settings = StreamSettings.from_resource(dataset)
-    looking = make_looking(settings.profile, settings)
     with told_progress() as on_progress:
-        indexer = Indexer(settings, uri, looking, verify=verify, threads=threads, on_progress=on_progress)
+        indexer = Indexer(settings, uri, verify=verify, threads=threads, on_progress=on_progress)
         report = indexer.run(part)
     if output is Format.JSON:
         print_json(report.as_json() | {"costs": settings.storage.costs.as_json()})

@@ -59,6 +59,10 @@ class BagelRun:
         """What snapshots count by: steps."""
         return step
 
+    def pack_number(self, progress: Progress, rank: int, step: int) -> int:
+        """Which pack a rank takes at a step: of its own stream."""
+        return step
+
     def step_in(self, progress: Progress, resume: Resume) -> int:
         """The step of a rank that is being served at the place that `resume` says. SnapshotError for none."""
         if resume.mode == "latest":

@@ -79,6 +79,10 @@ class ElasticRun:
         """What snapshots count by: positions."""
         return progress.position(step)
 
+    def pack_number(self, progress: Progress, rank: int, step: int) -> int:
+        """Which pack a rank takes at a step: of the whole run."""
+        return progress.position(step) + rank
+
     def step_in(self, progress: Progress, resume: Resume) -> int | None:
         """The step at which a rank that is being served stands where `resume` says; None when it has none such."""
         if resume.mode == "latest":

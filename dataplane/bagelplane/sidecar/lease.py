@@ -281,9 +281,8 @@ class RunLease:
         except ObjectMissingError:
             return None
         except SnapshotError as error:
-            data = str(
-                error
-            ).encode()  # a lease has not that size: somebody put it there, and keeps it up perhaps
+            # A lease has not that size: somebody put it there, and keeps it up perhaps.
+            data = str(error).encode()
         try:
             content = unseal(data, uri, LEASE_FORMAT, "")
         except SnapshotError:

@@ -500,7 +500,7 @@ class Supervisor:
             return
         rows = server.take_rows(step - 1)
         if self.lineage is not None and rows is not None:
-            number = server.progress.position(step - 1) + server.rank if self.streams else step - 1
+            number = self._run.pack_number(server.progress, server.rank, step - 1)
             self.lineage.add(server.rank, server.world_size, number, rows)
         if step % self.dataset.spec.snapshots.every_steps == 0 or step in self._wanted_steps:
             self._submit(server, step)
